@@ -1,0 +1,176 @@
+"""`dstill`: the command line. Parses, hands over to `commands`, and turns every user mistake into one line and exit 2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dstill_jax import __version__
+from dstill_jax.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
+    args = _parser().parse_args(arguments)
+    try:
+        from dstill_jax import commands
+
+        return getattr(commands, args.handler)(args) or 0
+    except UserError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("dstill_jax"):
+            raise
+        return _fail(f"{error.name!r} is not installed; run: pip install 'dstill-jax[data,embedded,report]'")
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(f"{error.strerror or error}{where}")
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to go on", 130)
+
+
+def _fail(message: str, status: int = 2) -> int:
+    print(f"dstill: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse, with errors of one line."""
+
+    def error(self, message: str):  # type: ignore[override]
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="dstill", description="Train, distil, measure and run block-diffusion drafters for language models."
+    )
+    parser.add_argument("--version", action="version", version=f"dstill_jax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_fetch, _prepare, _train, _generate, _eval, _export, _demo):
+        add(commands)
+    return parser
+
+
+def _command(commands, name: str, help_: str) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
+    sub.set_defaults(handler=f"run_{name}")
+    return sub
+
+
+def _fetch(commands) -> None:
+    sub = _command(commands, "fetch", "get the embedded models and prompts: smollm2, gsm8k, humaneval, tiny")
+    sub.add_argument("names", nargs="+", metavar="NAME")
+
+
+def _prepare(commands) -> None:
+    sub = _command(
+        commands, "prepare", "prompts in, a dataset of the target's own answers out; continues a stopped run"
+    )
+    sub.add_argument("--target", required=True, help="Hugging Face folder, hub id, or an embedded name")
+    sub.add_argument(
+        "--prompts", required=True, help="JSONL of `prompt` or `messages`, a TFDS folder, tfds:NAME, gsm8k, humaneval"
+    )
+    sub.add_argument("--out", required=True, help="folder of the dataset")
+    sub.add_argument(
+        "--conversations", action="store_true", help="the rows are finished conversations: nothing is generated"
+    )
+    sub.add_argument("--style", default="chat", choices=("chat", "raw"), help="chat template, or the text as it is")
+    sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
+    sub.add_argument("--start", type=int, default=0, help="rows to leave out at the beginning")
+    sub.add_argument("--limit", type=int, help="rows to take")
+    sub.add_argument("--max-prompt-tokens", type=int, default=1024)
+    sub.add_argument("--max-new-tokens", type=int, default=512)
+    _sampling(sub)
+    sub.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    sub.add_argument("--batch-size", type=int, default=32, help="answers generated at once in each worker")
+    sub.add_argument("--workers", type=int, default=1, help="processes, each on its share of the cores (CPU only)")
+    sub.add_argument(
+        "--taps", type=int, nargs="+", default=[], metavar="LAYER", help="also store features of these layers"
+    )
+    _json(sub)
+
+
+def _train(commands) -> None:
+    sub = _command(commands, "train", "train one stage from a Python config; continues a stopped run")
+    sub.add_argument("config", help="Python file with CONFIG (and TINY), e.g. configs/tiny_stage1.py")
+    sub.add_argument("--tiny", action="store_true", help="run the file's TINY instead of its CONFIG")
+    sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. train.total_steps=500 out=runs/a")
+
+
+def _generate(commands) -> None:
+    sub = _command(commands, "generate", "complete a prompt, streaming; accepted draft tokens are coloured")
+    _pair(sub)
+    sub.add_argument("prompt", help="the text, or - for standard input")
+    sub.add_argument("--raw", action="store_true", help="no chat template: continue the text itself")
+    sub.add_argument(
+        "--method", default=None, help="autoregressive, lookup, dflash or refine; default: dflash with a drafter"
+    )
+    sub.add_argument("--max-new-tokens", type=int, default=256)
+    sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
+    _sampling(sub)
+    _method_options(sub)
+    _json(sub)
+
+
+def _eval(commands) -> None:
+    sub = _command(commands, "eval", "measure acceptance length and speed-up against autoregressive decoding")
+    _pair(sub)
+    sub.add_argument("--prompts", required=True, help="JSONL, gsm8k (held-out rows only) or humaneval")
+    sub.add_argument("--limit", type=int, default=64, help="prompts to take")
+    sub.add_argument("--raw", action="store_true", help="no chat template")
+    sub.add_argument("--max-new-tokens", type=int, default=128)
+    sub.add_argument("--drafted", type=int, nargs="+", help="drafted lengths to measure; default: 3 and block_size - 1")
+    sub.add_argument(
+        "--refine-passes", type=int, nargs="*", default=[], help="also measure refinement with these passes"
+    )
+    _sampling(sub)
+    sub.add_argument("--out", help="folder for results.json, figures and report.html")
+    _json(sub)
+
+
+def _export(commands) -> None:
+    sub = _command(commands, "export", "write a drafter as bfloat16 safetensors that servers load")
+    sub.add_argument("drafter", help="drafter folder, or the folder of a run")
+    sub.add_argument("out", help="folder to write")
+    sub.add_argument("--target", required=True)
+
+
+def _demo(commands) -> None:
+    sub = _command(commands, "demo", "everything on one machine: data, both stages, controls, table, report")
+    sub.add_argument("--target", default="smollm2", choices=("smollm2", "tiny"))
+    sub.add_argument("--minutes", type=float, help="budget; default 16 for smollm2, 2 for tiny")
+    sub.add_argument("--out", help="folder; default .demo/TARGET-MINUTESmin. A stopped demo is continued in it")
+    _json(sub)
+
+
+def _pair(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--target", required=True, help="Hugging Face folder, hub id, or an embedded name")
+    sub.add_argument("--drafter", help="drafter folder, or the folder of a run")
+    sub.add_argument(
+        "--dtype", default=None, choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16"
+    )
+
+
+def _sampling(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--top-k", type=int)
+    sub.add_argument("--top-p", type=float)
+    sub.add_argument("--seed", type=int, default=0)
+
+
+def _method_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--draft-tokens", type=int, help="tokens drafted in a round")
+    sub.add_argument("--passes", type=int, help="refine: passes over a block")
+    sub.add_argument(
+        "--order", choices=("confidence", "quota", "left_to_right"), help="refine: which slots a pass commits"
+    )
+    sub.add_argument("--threshold", type=float, help="refine: confidence that commits a slot at once")
+    sub.add_argument("--max-ngram", type=int, help="lookup: longest n-gram")
+
+
+def _json(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", metavar="FILE", help="also write the result as JSON")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

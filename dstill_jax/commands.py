@@ -1,0 +1,293 @@
+"""What each `dstill` command does: reads its arguments, calls the library, prints. Called by `cli`."""
+
+import argparse
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dstill_jax.errors import UserError
+
+
+def run_fetch(args: argparse.Namespace) -> None:
+    from dstill_jax.weights.embedded import EMBEDDED_NAMES, fetch
+
+    for name in args.names:  # before any work starts
+        if name not in EMBEDDED_NAMES:
+            raise UserError(f"nothing embedded is called {name!r}; known names: {', '.join(EMBEDDED_NAMES)}")
+    for name in args.names:
+        print(fetch(name, report=_say))
+
+
+def run_prepare(args: argparse.Namespace) -> None:
+    from dstill_jax.data.generate import prepare
+    from dstill_jax.data.prepare_config import PrepareConfig
+    from dstill_jax.data.prompts import PromptSource
+    from dstill_jax.data.templates import TemplateConfig
+
+    summary = prepare(
+        PrepareConfig(
+            target=resolve_target(args.target),
+            source=PromptSource(resolve_prompts(args.prompts), conversations=args.conversations),
+            out=args.out,
+            template=TemplateConfig(style=args.style, thinking=args.thinking),
+            start=args.start,
+            limit=args.limit,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            record_features=bool(args.taps),
+            tap_ids=tuple(args.taps),
+        )
+    )
+    for sample in summary.samples:
+        print(sample, end="\n\n")
+    print(
+        f"{summary.rows} rows, {summary.supervised_tokens} supervised tokens, {summary.skipped_too_long} prompts too long,"
+        f" {summary.rows_without_anchor} rows with nothing to train on; {summary.tokens_per_second:.0f} new tokens/s"
+    )
+    _write_json(args.json, vars(summary))
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from dstill_jax.runs import run_stage
+    from dstill_jax.training.interrupt import Interrupted
+
+    config = load_config(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
+    try:
+        print(run_stage(config, report=_say))
+    except Interrupted as stop:
+        _say(str(stop))
+        return 0 if stop.signum == 15 else 128 + stop.signum
+    return 0
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    from dstill_jax.decoding.generate import stream
+    from dstill_jax.decoding.sampling import SamplingConfig
+    from dstill_jax.evaluation.colour import IncrementalDecoder, to_ansi
+    from dstill_jax.evaluation.colour import Segment, token_slots
+
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    target, drafter = load_pair(args)
+    method = args.method or ("dflash" if drafter is not None else "autoregressive")
+    options = {
+        name: getattr(args, name)
+        for name in ("draft_tokens", "passes", "order", "threshold", "max_ngram")
+        if getattr(args, name) is not None
+    }
+    ids = render(target, [text], raw=args.raw, thinking=args.thinking)[0]
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    tokenizer = target.tokenizer
+    decoder = IncrementalDecoder(lambda t: tokenizer.decode(t, clean_up_tokenization_spaces=False))
+    slots = drafter.config.block_size - 1 if drafter is not None else options.get("draft_tokens", 7)
+    tokens: list[int] = []
+    rounds: list[int] = []
+    for new, committed in stream(
+        target,
+        ids,
+        seed=args.seed,
+        drafter=drafter,
+        method=method,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        **options,
+    ):
+        first = len(tokens)
+        tokens += new
+        rounds += committed
+        for token, slot in list(zip(tokens, token_slots(len(tokens), rounds), strict=True))[first:]:
+            piece = decoder.push(token)
+            if token not in target.config.eos_token_ids:
+                print(to_ansi([Segment(piece, slot)], slots) if sys.stdout.isatty() else piece, end="", flush=True)
+    print(decoder.flush())
+    tau = sum(rounds) / len(rounds) if rounds else 1.0
+    _say(f"{len(tokens)} tokens in {len(rounds)} rounds after prefill: {tau:.2f} tokens a target pass")
+    _write_json(args.json, {"tokens": tokens, "acceptance_lengths": rounds, "text": tokenizer.decode(tokens)})
+
+
+def run_eval(args: argparse.Namespace) -> None:
+    from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
+    from dstill_jax.evaluation.tables import print_headline
+
+    target, drafter = load_pair(args)
+    rows = read_prompts(args.prompts, args.limit)
+    prompts = render(target, rows, raw=args.raw)
+    arms = [Arm("autoregressive", "autoregressive"), Arm("prompt lookup", "lookup")]
+    if drafter is not None:
+        most = drafter.config.block_size - 1
+        lengths = args.drafted or sorted({min(3, most), most})
+        arms += [
+            Arm(f"dflash W={w}", "dflash", drafter, "drafter", {"draft_tokens": w}, "one drafter pass") for w in lengths
+        ]
+        arms += [
+            Arm(f"refine {s} passes", "refine", drafter, "drafter", {"passes": s}, "left to right")
+            for s in args.refine_passes
+        ]
+    config = EvaluationConfig(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    with progress("decoding") as advance:
+        result, _ = measure(
+            target,
+            arms,
+            prompts,
+            config,
+            prompts_name=args.prompts,
+            thinking="off" if not args.raw else "not applicable",
+            command="dstill " + " ".join(sys.argv[1:]),
+            report=advance,
+        )
+    print_headline(result)
+    if args.out:
+        from dstill_jax.evaluation.plots import result_figures, save_png
+        from dstill_jax.evaluation.report import write_report
+
+        folder = Path(args.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        result.save(folder / "results.json")
+        for name, figure in result_figures(result).items():
+            save_png(figure, folder / f"{name}.png")
+        write_report(folder / "report.html", result)
+        print(f"written to {folder}/report.html")
+    if args.json:
+        result.save(args.json)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    from dstill_jax.weights.load import load_drafter, load_target, save_drafter
+
+    target = load_target(resolve_target(args.target))
+    save_drafter(args.out, load_drafter(resolve_drafter(args.drafter), target), target.config, dtype="bfloat16")
+    print(args.out)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from dstill_jax.demo import demo
+    from dstill_jax.training.interrupt import Interrupted
+
+    try:
+        demo(args.target, args.minutes, args.out, args.json)
+    except Interrupted as stop:
+        _say(str(stop))
+        return 0 if stop.signum == 15 else 128 + stop.signum
+    return 0
+
+
+# Shared by the commands
+
+
+def resolve_target(name: str) -> str:
+    """An embedded name is fetched; anything else is a folder or hub id."""
+    from dstill_jax.weights.embedded import fetch
+
+    return str(fetch(name, report=_say)) if name in ("smollm2", "tiny") and not Path(name).exists() else name
+
+
+def resolve_prompts(name: str) -> str:
+    from dstill_jax.weights.embedded import fetch
+
+    return str(fetch(name, report=_say)) if name in ("gsm8k", "humaneval") and not Path(name).exists() else name
+
+
+def resolve_drafter(name: str) -> str:
+    """A drafter folder, or the one inside a run folder."""
+    inner = Path(name) / "drafter"
+    return str(inner) if (inner / "config.json").exists() else name
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
+    import jax
+
+    from dstill_jax.weights.load import load_drafter, load_target
+
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    target = load_target(resolve_target(args.target), dtype=dtype)
+    return target, load_drafter(resolve_drafter(args.drafter), target, dtype=dtype) if args.drafter else None
+
+
+def read_prompts(name: str, limit: int | None) -> list[Any]:
+    """Rows of a prompt set; of gsm8k only the held-out ones, since the others may have been trained on."""
+    from dstill_jax.data.prompts import PromptSource, read_rows
+    from dstill_jax.weights.embedded import gsm8k_split
+
+    rows = read_rows(PromptSource(resolve_prompts(name)))
+    if name == "gsm8k":
+        held_out = {row["id"] for row in gsm8k_split({"id": row.id} for row in rows)[1]}
+        rows = [row for row in rows if row.id in held_out]
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit} must be at least 1")
+    return rows[:limit]
+
+
+def render(target: Any, rows: Sequence[Any], *, raw: bool, thinking: bool = False) -> list[list[int]]:
+    """Prompt rows, or plain texts, as token ids under the target's chat template."""
+    from dstill_jax.data.prompts import PromptRow
+    from dstill_jax.data.templates import ChatTemplate, TemplateConfig
+
+    style = "raw" if raw else "chat"
+    template = ChatTemplate(target.tokenizer, TemplateConfig(style, thinking), target.config.eos_token_ids)
+    plain = [
+        PromptRow(f"prompt {i}", ({"role": "user", "content": row},), f"prompt {i}") if isinstance(row, str) else row
+        for i, row in enumerate(rows)
+    ]
+    return [template.prompt_ids(row) for row in plain]
+
+
+def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:
+    """The RunConfig that a Python file exports under `name`, with FIELD=VALUE overrides applied.
+
+    Raises UserError for a missing or failing file, an unknown field and a value that does not parse.
+    """
+    from dstill_jax.runs import RunConfig
+    from dstill_jax.runs import override
+
+    if not Path(path).is_file():
+        raise UserError(f"config {path!r} is not a file; give a Python file that exports CONFIG")
+    try:
+        exported = runpy.run_path(path)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{path} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(exported.get(name), RunConfig):
+        raise UserError(f"{path} must export {name} as a dstill_jax.runs.RunConfig")
+    return override(exported[name], overrides)
+
+
+class progress:
+    """A progress bar on standard error; `advance(done, total)`. Silent where there is no terminal."""
+
+    def __init__(self, label: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(label, total=None)
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _write_json(path: str | None, value: Any) -> None:
+    if path is None:
+        return
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    temporary.replace(path)

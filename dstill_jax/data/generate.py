@@ -1,0 +1,329 @@
+"""The engine of `dstill prepare`: prompts -> chat template -> answers by the target itself -> a dataset.
+
+Called by the command line and the demo. The dataset is a function of the inputs in its manifest alone: not of the
+number of workers, nor of how often the work was stopped. The folder of a run:
+
+    manifest.json    every input that decides the content
+    work/            answers so far (`shards`); removed at the end
+    dataset/         the result (`dataset`); appears all at once
+    summary.json     what the last run did, with times
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstill_jax.data import features as features_lib
+from dstill_jax.data.backend import Backend, GenerationRequest, TargetBackend, TargetFacts
+from dstill_jax.data.dataset import DATASET_FOLDER, Conversation, ConversationDataset, dataset_exists, write_dataset
+from dstill_jax.data.manifest import check_manifest, make_folder, write_json
+from dstill_jax.data.pool import WORKER_COMMAND, run_workers, split_cores
+from dstill_jax.data.prepare_config import PrepareConfig, config_to_dict
+from dstill_jax.data.progress import GenerationProgress
+from dstill_jax.data.prompts import PromptRow, read_rows, rows_sha256
+from dstill_jax.data.shards import Answer, read_answers
+from dstill_jax.data.templates import ChatTemplate, tokenizer_sha256
+from dstill_jax.data.worker import Job, describe_os_error, run_share, write_requests
+from dstill_jax.errors import UserError
+
+STAGE_VERSION = 1  # raise when the same inputs would give another dataset
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What a dataset holds and what this run did. `new_tokens` and the times are of this run."""
+
+    path: str
+    rows: int
+    tokens: int
+    supervised_tokens: int
+    rows_without_anchor: int
+    skipped_too_long: int
+    ended_by_stop: int
+    ended_by_length: int
+    resumed_rows: int
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float  # from loaded target to last answer, compilation included
+    samples: tuple[str, ...]  # three rows decoded, the supervised part between ⟦ and ⟧
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rows that are kept, with their prompts as tokens."""
+
+    rows: list[PromptRow]
+    prompts: list[list[int]]
+    skipped: list[str]
+    template: ChatTemplate
+    stop_token_ids: tuple[int, ...]
+    longest_prompt: int  # of all kept prompts: shapes, and so rounding, must not depend on a worker's share
+
+
+def prepare(
+    config: PrepareConfig,
+    *,
+    backend: Backend | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    show_progress: bool = True,
+) -> PrepareSummary:
+    """Makes the dataset of a configuration, or continues it, or finds it complete.
+
+    Args:
+        config: what to make, and where.
+        backend: the target; by default `config.target` loaded by `dstill_jax.load_target`.
+        worker_command: starts a worker process, a job file being added. Used when `config.workers` > 1.
+        show_progress: a progress bar on standard error.
+
+    Raises:
+        UserError: bad input, a folder made from other inputs, or no room on the disk.
+    """
+    backend = backend or TargetBackend(config)
+    started = time.monotonic()
+    folder = Path(config.out)
+    all_rows = read_rows(config.source)
+    rows = all_rows[config.start :][: config.limit]
+    if not rows:
+        raise UserError(f"{config.source.path}: start={config.start} leaves none of its {len(all_rows)} rows")
+    stop_ids = config.stop_token_ids if config.stop_token_ids is not None else backend.facts.stop_token_ids
+    template = ChatTemplate(backend.tokenizer, config.template, stop_ids)
+    _check_target(config, backend.facts, stop_ids)
+    inputs = _manifest(config, backend.facts, template, rows, stop_ids)
+    check_manifest(folder, inputs)
+    try:
+        with _only_one(folder):
+            if dataset_exists(folder / DATASET_FOLDER):
+                shutil.rmtree(folder / "work", ignore_errors=True)
+                return _summary(folder, template, {}, time.monotonic() - started)
+            if config.source.conversations:
+                run = _write_conversations(folder, rows, template, inputs)
+            else:
+                plan = _make_plan(config, rows, template, stop_ids)
+                run = _generate(config, plan, backend, folder, worker_command, show_progress)
+                _assemble(config, plan, folder, inputs, backend.facts)
+            summary = _summary(folder, template, run, time.monotonic() - started)
+            write_json(folder / "summary.json", asdict(summary))
+            shutil.rmtree(folder / "work", ignore_errors=True)
+            return summary
+    except OSError as error:
+        raise UserError(describe_os_error(error)) from error
+
+
+def estimate_feature_bytes(plan_tokens: int, num_taps: int, hidden_size: int) -> int:
+    """Disk space for storing features while preparing: the shards and, at the end, the assembled file beside them."""
+    return 2 * features_lib.feature_bytes(plan_tokens, num_taps, hidden_size)
+
+
+def _manifest(
+    config: PrepareConfig,
+    facts: TargetFacts,
+    template: ChatTemplate,
+    rows: Sequence[PromptRow],
+    stop_ids: Sequence[int],
+) -> dict[str, Any]:
+    inputs = {
+        "stage": "prepare",
+        "stage_version": STAGE_VERSION,
+        "kind": "conversations" if config.source.conversations else "generated",
+        "target_fingerprint": facts.fingerprint,
+        "tokenizer_sha256": tokenizer_sha256(template.tokenizer),
+        "template_sha256": template.sha256,
+        "template_style": config.template.style,
+        "thinking": config.template.thinking,
+        "date_string": config.template.date_string,
+        "rows_sha256": rows_sha256(rows),
+        "stop_token_ids": sorted(stop_ids),
+    }
+    if config.source.conversations:
+        return {**inputs, "supervise": config.template.supervise}
+    return {
+        **inputs,
+        "target_dtype": config.dtype,
+        "max_prompt_tokens": config.max_prompt_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": config.seed,
+        "record_features": config.record_features,
+        "tap_ids": list(config.tap_ids),
+    }
+
+
+def _check_target(config: PrepareConfig, facts: TargetFacts, stop_ids: Sequence[int]) -> None:
+    for token in stop_ids:
+        if not 0 <= token < facts.vocab_size:
+            raise UserError(f"stop_token_ids has {token}, but the target's vocabulary has {facts.vocab_size} tokens")
+    for layer in config.tap_ids:
+        if not 0 <= layer < facts.num_layers:
+            raise UserError(f"tap_ids has {layer}, but the target has layers 0..{facts.num_layers - 1}")
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    if not config.source.conversations and longest > facts.max_position_embeddings:
+        raise UserError(
+            f"max_prompt_tokens={config.max_prompt_tokens} + max_new_tokens={config.max_new_tokens} = {longest} is more"
+            f" than the target's context of {facts.max_position_embeddings}; lower one of them"
+        )
+
+
+def _make_plan(
+    config: PrepareConfig, rows: Sequence[PromptRow], template: ChatTemplate, stop_ids: Sequence[int]
+) -> _Plan:
+    kept, prompts, skipped = [], [], []
+    for row in rows:
+        tokens = template.prompt_ids(row)
+        if not tokens:
+            raise UserError(f"{row.where}: the prompt has no tokens")
+        if len(tokens) > config.max_prompt_tokens:
+            skipped.append(row.id)
+            continue
+        kept.append(row)
+        prompts.append(tokens)
+    if not kept:
+        raise UserError(
+            f"all {len(rows)} prompts are longer than max_prompt_tokens={config.max_prompt_tokens}; raise it"
+        )
+    return _Plan(kept, prompts, skipped, template, tuple(stop_ids), max(map(len, prompts)))
+
+
+def _generate(
+    config: PrepareConfig, plan: _Plan, backend: Backend, folder: Path, command: Sequence[str], show_progress: bool
+) -> dict[str, Any]:
+    work = folder / "work"
+    make_folder(work)
+    width = _width(config, backend.facts)
+    done = read_answers(work, width)
+    pending = [GenerationRequest(i, plan.prompts[i], config.seed) for i in range(len(plan.rows)) if i not in done]
+    if config.record_features:
+        upper = sum(len(request.tokens) + config.max_new_tokens for request in pending)
+        needed = estimate_feature_bytes(upper, len(config.tap_ids), backend.facts.hidden_size)
+        features_lib.check_disk(folder, needed, f"storing features of {len(pending)} rows")
+    with GenerationProgress(len(plan.rows), len(done), show_progress) as progress:
+        if pending:
+            _run(config, plan, pending, backend, work, command, progress.report)
+    return {"resumed_rows": len(done), "new_tokens": progress.tokens, "tokens_per_second": progress.tokens_per_second}
+
+
+def _run(config: PrepareConfig, plan: _Plan, pending, backend: Backend, work: Path, command, report) -> None:
+    workers = min(config.workers, len(pending))
+    jobs = []
+    for k, cores in enumerate(split_cores(workers)):
+        share = [request for request in pending if request.id % workers == k]
+        write_requests(work / f"requests-{k}.jsonl", share)
+        jobs.append(
+            Job(
+                config=config_to_dict(config),
+                requests=str(work / f"requests-{k}.jsonl"),
+                folder=str(work),
+                longest_prompt=plan.longest_prompt,
+                stop_token_ids=plan.stop_token_ids,
+                cores=cores if config.workers > 1 else (),
+            )
+        )
+    if config.workers == 1:
+        run_share(jobs[0], config, backend, report)
+    else:
+        run_workers(jobs, work, report, command)
+
+
+def _assemble(config: PrepareConfig, plan: _Plan, folder: Path, inputs: dict[str, Any], facts: TargetFacts) -> None:
+    width = _width(config, facts)
+    found = read_answers(folder / "work", width)
+    if missing := [i for i in range(len(plan.rows)) if i not in found]:
+        raise RuntimeError(f"{len(missing)} rows have no answer, the first is {missing[0]}")
+    answers = [found[i] for i in range(len(plan.rows))]
+    if bad := [i for i, answer in enumerate(answers) if answer.tokens[: answer.prompt_length] != plan.prompts[i]]:
+        raise UserError(
+            f"{folder / 'work'}: the stored prompt of row {bad[0]} is another one; remove {folder} and start again"
+        )
+    reasons = [answer.finish_reason for answer in answers]
+    provenance = {
+        "inputs": inputs,
+        "target": config.target,
+        "prompts": config.source.path,
+        "skipped_too_long": len(plan.skipped),
+        "skipped_ids": plan.skipped[:20],
+        "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+    }
+    rows = (_conversation(plan.rows[i].id, answer) for i, answer in enumerate(answers))
+    stored = _stored_features(answers, width) if width else None
+    write_dataset(folder / DATASET_FOLDER, rows, provenance, stored, width)
+
+
+def _conversation(source_id: str, answer: Answer) -> Conversation:
+    tokens = np.asarray(answer.tokens, np.int32)
+    return Conversation(source_id, tokens, np.arange(len(tokens)) >= answer.prompt_length)
+
+
+def _stored_features(answers: Sequence[Answer], width: int) -> Iterator[np.ndarray]:
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for answer in answers:
+            path = str(answer.feature_file)
+            if path not in files:
+                files[path] = stack.enter_context(open(path, "rb"))
+            files[path].seek(answer.feature_offset)
+            data = files[path].read(len(answer.tokens) * width * 2)
+            yield np.frombuffer(data, np.float16).reshape(len(answer.tokens), width)
+
+
+def _write_conversations(
+    folder: Path, rows: Sequence[PromptRow], template: ChatTemplate, inputs: dict[str, Any]
+) -> dict[str, Any]:
+    rendered = [template.conversation(row) for row in rows]
+    provenance = {"inputs": inputs, "unended_answers": sum(r.unended_answers for r in rendered)}
+    conversations = (Conversation(row.id, r.tokens, r.loss_mask) for row, r in zip(rows, rendered, strict=True))
+    write_dataset(folder / DATASET_FOLDER, conversations, provenance)
+    return {}
+
+
+def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds: float) -> PrepareSummary:
+    dataset = ConversationDataset(folder)
+    provenance = dataset.provenance
+    reasons = provenance.get("finish_reasons", {})
+    samples = []
+    for i in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+        row = dataset[i]
+        samples.append(template.mark_supervised(row.tokens, row.loss_mask))
+    return PrepareSummary(
+        path=str(dataset.path),
+        rows=len(dataset),
+        tokens=provenance["tokens"],
+        supervised_tokens=provenance["supervised_tokens"],
+        rows_without_anchor=provenance["rows_without_anchor"],
+        skipped_too_long=provenance.get("skipped_too_long", 0),
+        ended_by_stop=reasons.get("stop", 0),
+        ended_by_length=reasons.get("length", 0),
+        resumed_rows=run.get("resumed_rows", len(dataset) if not run else 0),
+        new_tokens=run.get("new_tokens", 0),
+        seconds=seconds,
+        tokens_per_second=run.get("tokens_per_second", 0.0),
+        samples=tuple(samples),
+    )
+
+
+def _width(config: PrepareConfig, facts: TargetFacts) -> int:
+    return features_lib.feature_width(len(config.tap_ids), facts.hidden_size) if config.record_features else 0
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Holds a lock that the system drops when the process dies."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: another prepare is working in this folder; wait for it or choose another folder"
+            ) from error
+        yield

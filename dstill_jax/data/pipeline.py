@@ -1,0 +1,262 @@
+"""Training batches from a conversation dataset, through Grain. Called by training.
+
+`batch(step)` is a pure function of the dataset, the configuration and the step, so the position in the data is one
+integer: resuming anywhere, twice, or on another number of hosts gives the same batches. A batch is a dict of NumPy
+arrays:
+
+    tokens        int32 [B, S]
+    loss_mask     bool  [B, S]     True = counted
+    document_ids  int32 [B, S]     1, 2, ... within a row; 0 = padding
+    positions     int32 [B, S]     from 0 in each document
+    features      float16 [B, S, W]    only when the dataset stores them; row i belongs to token i
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dstill_jax.data.dataset import ConversationSource, num_anchors
+from dstill_jax.data.packing import OneEach, Packed, UnitOrder
+from dstill_jax.errors import MissingExtraError, UserError
+
+_ENDLESS = 2**40  # units of a pipeline without a last epoch
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Shapes and order of the batches."""
+
+    seq_len: int  # S
+    batch_size: int  # rows of the global batch, over all hosts
+    mode: str = "pad"  # "pad": one document a row; "pack": several, never split
+    overlong: str = "truncate"  # documents longer than seq_len: "truncate" or "drop"
+    seed: int = 0
+    num_epochs: int | None = None  # None: without end; else the last batch is filled up with empty rows
+    host_index: int = 0
+    host_count: int = 1
+    threads: int = 2  # that read ahead
+    prefetch: int = 4  # batches read ahead
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2:
+            raise UserError(f"seq_len={self.seq_len} must be at least 2")
+        if self.mode not in ("pad", "pack"):
+            raise UserError(f"mode={self.mode!r} must be 'pad' or 'pack'")
+        if self.overlong not in ("truncate", "drop"):
+            raise UserError(f"overlong={self.overlong!r} must be 'truncate' or 'drop'")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must not be negative")
+        if self.num_epochs is not None and self.num_epochs < 1:
+            raise UserError(f"num_epochs={self.num_epochs} must be at least 1, or None for no end")
+        if not 0 <= self.host_index < self.host_count:
+            raise UserError(f"host_index={self.host_index} must be in 0..{self.host_count - 1}")
+        if self.batch_size < 1 or self.batch_size % self.host_count:
+            raise UserError(f"batch_size={self.batch_size} must be a positive multiple of host_count={self.host_count}")
+        if self.threads < 0 or self.prefetch < 0:
+            raise UserError(f"threads={self.threads} and prefetch={self.prefetch} must not be negative")
+
+
+@dataclass(frozen=True)
+class PipelineSummary:
+    """What one epoch holds, counted after truncation and dropping."""
+
+    documents: int
+    truncated: int
+    dropped: int
+    tokens: int
+    tokens_cut: int  # in truncated and dropped documents
+    supervised_tokens: int
+    without_anchor: int  # documents with no two supervised tokens in a row: they are seen, and train nothing
+    rows: int  # of the first epoch
+    fill: float  # share of a row's slots that hold a token
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.documents} documents ({self.truncated} truncated, {self.dropped} dropped, {self.without_anchor}"
+            f" with nothing to train on), {self.tokens} tokens ({self.supervised_tokens} supervised,"
+            f" {self.tokens_cut} cut) in {self.rows} rows, {self.fill:.0%} full"
+        )
+
+
+class BatchPipeline:
+    """Random access to the batches of a dataset, for one host."""
+
+    def __init__(self, source: ConversationSource, config: PipelineConfig) -> None:
+        """Raises UserError when no document is left, or none of them has a place for a block."""
+        self.source = source
+        self.config = config
+        lengths = np.asarray(source.stats[:, 0], np.int64)
+        kept = lengths <= config.seq_len if config.overlong == "drop" else np.ones(len(lengths), bool)
+        rows = np.flatnonzero(kept)
+        if not len(rows):
+            raise UserError(
+                f"all {len(lengths)} documents are longer than seq_len={config.seq_len};"
+                " raise it or use overlong='truncate'"
+            )
+        cut = np.minimum(lengths[rows], config.seq_len)
+        self._order: UnitOrder = (
+            Packed(rows, cut, config.seq_len, config.seed) if config.mode == "pack" else OneEach(rows, config.seed)
+        )
+        self.summary = self._summarise(rows, lengths, cut)
+        if self.summary.without_anchor == len(rows):
+            raise UserError(
+                f"none of the {len(rows)} documents has two supervised tokens in a row within seq_len={config.seq_len};"
+                " there would be nothing to train on"
+            )
+        self._units = self._order.end(config.num_epochs) if config.num_epochs else _ENDLESS
+        self._batches = self._grain_dataset()
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches until the last epoch's end, the same on every host; None when there is no end."""
+        return -(-self._units // self.config.batch_size) if self.config.num_epochs else None
+
+    def epoch(self, step: int) -> int:
+        """The epoch that the first row of a batch belongs to, from 0."""
+        return self._order.epoch(step * self.config.batch_size)
+
+    def batch(self, step: int) -> Batch:
+        """This host's rows of a batch: rows host_index * B / host_count and on of the global one."""
+        if step < 0 or (self.total_steps is not None and step >= self.total_steps):
+            raise IndexError(f"step {step} is outside 0..{self.total_steps}")
+        return self._batches[step]
+
+    def iterate(self, start_step: int = 0) -> "BatchIterator":
+        """Batches from a step on, read ahead by threads."""
+        return BatchIterator(self, start_step)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Everything the sequence of global batches depends on."""
+        names = ("seq_len", "batch_size", "mode", "overlong", "seed")
+        return {"dataset": self.source.fingerprint, **{name: getattr(self.config, name) for name in names}}
+
+    def _read_ahead(self, start_step: int) -> Iterator[Batch]:
+        grain = _grain()
+        options = grain.ReadOptions(
+            num_threads=self.config.threads, prefetch_buffer_size=self.config.prefetch if self.config.threads else 0
+        )
+        return iter(self._batches[start_step:].to_iter_dataset(options))
+
+    def _grain_dataset(self) -> Any:
+        local = self.config.batch_size // self.config.host_count
+        steps = -(-self._units // self.config.batch_size)
+        units = _HostUnits(self._order, self._units, self.config, steps * local)
+        return _grain().MapDataset.source(units).map(self._build_row).batch(local)
+
+    def _build_row(self, unit: tuple[int, ...]) -> Batch:
+        size = self.config.seq_len
+        row: Batch = {
+            "tokens": np.zeros(size, np.int32),
+            "loss_mask": np.zeros(size, bool),
+            "document_ids": np.zeros(size, np.int32),
+            "positions": np.zeros(size, np.int32),
+        }
+        if self.source.feature_width:
+            row["features"] = np.zeros((size, self.source.feature_width), np.float16)
+        begin = 0
+        for number, index in enumerate(unit, start=1):
+            document = self.source[index]
+            length = min(len(document.tokens), size - begin)
+            place = slice(begin, begin + length)
+            row["tokens"][place] = document.tokens[:length]
+            row["loss_mask"][place] = document.loss_mask[:length]
+            row["document_ids"][place] = number
+            row["positions"][place] = np.arange(length)
+            if self.source.feature_width:
+                row["features"][place] = self.source.features(index)[:length]
+            begin += length
+        return row
+
+    def _summarise(self, rows: np.ndarray, lengths: np.ndarray, cut: np.ndarray) -> PipelineSummary:
+        whole = rows[lengths[rows] == cut]
+        supervised = int(self.source.stats[whole, 1].sum())
+        without_anchor = int((self.source.stats[whole, 2] == 0).sum())
+        for index in rows[lengths[rows] > cut].tolist():
+            mask = self.source[index].loss_mask[: self.config.seq_len]
+            supervised += int(mask.sum())
+            without_anchor += num_anchors(mask) == 0
+        units = self._order.end(1)
+        return PipelineSummary(
+            documents=len(rows),
+            truncated=int((lengths[rows] > cut).sum()),
+            dropped=len(lengths) - len(rows),
+            tokens=int(cut.sum()),
+            tokens_cut=int(lengths.sum() - cut.sum()),
+            supervised_tokens=supervised,
+            without_anchor=without_anchor,
+            rows=units,
+            fill=float(cut.sum() / (units * self.config.seq_len)),
+        )
+
+
+class BatchIterator:
+    """Batches one after another, with a position that can be saved and restored."""
+
+    def __init__(self, pipeline: BatchPipeline, step: int = 0) -> None:
+        self._pipeline = pipeline
+        self._seek(step)
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._reader)
+        self.step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The position as plain JSON values: {"step": the next step, and what the sequence depends on}."""
+        return {"step": self.step, **self._pipeline.key}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position.
+
+        Raises:
+            UserError: the position was saved for other data or another configuration; the differing fields are named.
+        """
+        key = self._pipeline.key
+        if differing := sorted(name for name in key if state.get(name, "absent") != key[name]):
+            changes = "; ".join(f"{name}: saved {state.get(name, 'absent')}, now {key[name]}" for name in differing)
+            raise UserError(
+                f"the saved data position belongs to another run ({changes}); start a new run or restore these settings"
+            )
+        self._seek(int(state["step"]))
+
+    def _seek(self, step: int) -> None:
+        if step < 0:
+            raise UserError(f"step={step} of a data position must not be negative")
+        self.step = step
+        self._reader = self._pipeline._read_ahead(step)
+
+
+@dataclass(frozen=True)
+class _HostUnits:
+    """Grain's random-access source: this host's units, batch by batch; () after the last one."""
+
+    order: UnitOrder
+    units: int
+    config: PipelineConfig
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        local = self.config.batch_size // self.config.host_count
+        step, row = divmod(int(index), local)
+        unit = step * self.config.batch_size + self.config.host_index * local + row
+        return self.order.unit(unit) if unit < self.units else ()
+
+
+def _grain() -> Any:
+    try:
+        import grain
+    except ImportError as error:
+        raise MissingExtraError("grain", "data") from error
+    return grain

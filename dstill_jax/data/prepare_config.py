@@ -1,0 +1,87 @@
+"""The configuration of `dstill prepare`. Read by `generate` and `worker`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from dstill_jax.data.prompts import PromptSource
+from dstill_jax.data.templates import TemplateConfig
+from dstill_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Prompts in, a dataset of conversations out. What the target answers is part of the data, so it is fixed here."""
+
+    target: str  # Hugging Face folder or hub id
+    source: PromptSource
+    out: str  # folder of this dataset; a stopped run is continued in it
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    start: int = 0  # rows to leave out at the beginning
+    limit: int | None = None  # rows to take after that; None = all
+    max_prompt_tokens: int = 1024  # longer prompts are skipped and counted
+    max_new_tokens: int = 512  # of each answer, the end-of-turn token included
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
+    dtype: str = "float32"  # of the target
+    batch_size: int = 32  # answers generated at once in each worker
+    workers: int = 1  # processes, each on its own share of the cores; for CPU machines
+    record_features: bool = False  # store the target's taps and final hidden states as float16
+    tap_ids: tuple[int, ...] = ()  # target layers to store
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_new_tokens", "batch_size", "workers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.start < 0 or (self.limit is not None and self.limit < 1):
+            raise UserError(f"start={self.start} must not be negative and limit={self.limit} must be at least 1")
+        if not self.temperature >= 0:
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be in (0, 1]")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed={self.seed} must be in 0..{2**31 - 1}")
+        if self.record_features and not self.tap_ids:
+            raise UserError("record_features needs tap_ids: name the target layers to store")
+        if self.tap_ids and not self.record_features:
+            raise UserError(f"tap_ids={self.tap_ids} is only used with record_features=True")
+        if self.record_features and self.source.conversations:
+            raise UserError(
+                "record_features is for generated answers; features of finished conversations are computed in training"
+            )
+        if not self.out:
+            raise UserError("out is empty; name a folder for the dataset")
+
+
+def config_to_dict(config: PrepareConfig) -> dict:
+    """Plain JSON values."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: dict) -> PrepareConfig:
+    """The inverse of `config_to_dict`, also after a round trip through JSON.
+
+    Raises:
+        UserError: an unknown field.
+    """
+    values = dict(values)
+    values["source"] = _build(PromptSource, values.get("source", {}))
+    values["template"] = _build(TemplateConfig, values.get("template", {}))
+    for name in ("stop_token_ids", "tap_ids"):
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
+    return _build(PrepareConfig, values)
+
+
+def _build(kind: type, values: dict):
+    known = {f.name for f in dataclasses.fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise UserError(f"{kind.__name__} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UserError(f"{kind.__name__}: {error}") from error

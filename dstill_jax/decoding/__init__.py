@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: propose, verify in one target pass, commit, repeat, on the device."""

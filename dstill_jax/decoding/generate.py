@@ -1,0 +1,151 @@
+"""`generate`: prompts in, tokens out, one call; and the drafter's raw logits for one block."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dstill_jax.decoding.sampling import SamplingConfig
+from dstill_jax.decoding.session import Request, Session, check_pair
+from dstill_jax.errors import UserError
+from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import target as target_lib
+from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.target import Target
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """Results in the order of the prompts."""
+
+    tokens: list[list[int]]  # new tokens only; the stop token is kept, nothing follows it
+    acceptance_lengths: list[list[int]]  # tokens committed in each round, bonus included
+    finish_reasons: list[str]  # "stop" or "length"
+    stats: dict[str, float]  # rounds, tau_mean, tau_pooled, seconds, prefill_seconds
+
+
+def encode_prompts(target: Target, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Token ids of each prompt; strings are encoded as they are, without a chat template."""
+    if isinstance(prompts, str) or not len(prompts):
+        raise UserError("prompts must be a non-empty list of strings or of token-id lists")
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = target.tokenizer.encode(prompt, add_special_tokens=False)
+        else:
+            ids = [int(t) for t in prompt]
+        if not ids:
+            raise UserError(f"prompt {i} is empty; give at least one token")
+        encoded.append(ids)
+    return encoded
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    method: str = "autoregressive",
+    drafter: Drafter | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    **method_options: Any,
+) -> GenerateOutput:
+    """Completes prompts of any lengths. Every method emits the same tokens; they differ in the number of target passes.
+
+    Args:
+      method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student) or "refine".
+      stop_token_ids: None takes the target's own; an empty list never stops.
+      method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram.
+
+    Raises:
+      UserError: names the argument, the value and what to do.
+    """
+    ids = encode_prompts(target, prompts)
+    session = Session(
+        target,
+        drafter=drafter,
+        method=method,
+        batch_size=len(ids),
+        max_prompt_tokens=max(map(len, ids)),
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingConfig(temperature, top_k, top_p),
+        stop_token_ids=stop_token_ids,
+        **method_options,
+    )
+    began = time.perf_counter()
+    requests = [Request(i, tokens, seed) for i, tokens in enumerate(ids)]
+    done = {c.id: c for c in session.run(requests, rounds_per_call=max_new_tokens)}
+    completions = [done[i] for i in range(len(ids))]
+    lengths = [c.acceptance_lengths for c in completions]
+    rounds = sum(map(len, lengths))
+    per_prompt = [sum(row) / len(row) for row in lengths if row]
+    stats = {
+        "rounds": float(rounds),
+        "tau_mean": sum(per_prompt) / len(per_prompt) if per_prompt else float("nan"),
+        "tau_pooled": sum(map(sum, lengths)) / rounds if rounds else float("nan"),
+        "seconds": time.perf_counter() - began,
+        "prefill_seconds": session.clock.prefill,
+    }
+    return GenerateOutput([c.tokens for c in completions], lengths, [c.finish_reason for c in completions], stats)
+
+
+def stream(
+    target: Target, prompt: str | Sequence[int], *, rounds_per_call: int = 4, seed: int = 0, **options: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Completes one prompt, yielding (new tokens, tokens committed by each round) every few rounds.
+
+    The first item holds the token that the prefill draws. Options as for `Session`.
+    """
+    (ids,) = encode_prompts(target, [prompt])  # type: ignore[list-item]
+    session = Session(target, batch_size=1, max_prompt_tokens=len(ids), **options)
+    request = Request(0, ids, seed)
+    session.check(request)
+    state = session.start(session.idle(), [0], [request], 1)
+    sent = rounds = 0
+    while True:
+        done = session.completion(state, 0, request)
+        yield done.tokens[sent:], done.acceptance_lengths[rounds:]
+        sent, rounds = len(done.tokens), len(done.acceptance_lengths)
+        if not bool(state.active[0]):
+            return
+        state = session.advance(state, rounds_per_call)
+
+
+def draft_logits(
+    target: Target, drafter: Drafter, prompt_ids: Sequence[int], block_ids: Sequence[int]
+) -> Float[Array, "K V"]:
+    """The drafter's float32 logits for one block that follows a prompt.
+
+    Args:
+      prompt_ids: the context; the block's anchor stands right after it.
+      block_ids: K token ids: the anchor, then mask tokens or revealed tokens.
+    """
+    check_pair(target, drafter)
+    if not len(prompt_ids) or not 1 <= len(block_ids) <= drafter.config.block_size:
+        raise UserError(
+            f"{len(prompt_ids)=} must be at least 1 and {len(block_ids)=} between 1 and"
+            f" block_size={drafter.config.block_size}"
+        )
+    config, n = drafter.config, len(prompt_ids)
+    positions = jnp.arange(n)[None]
+    prompt = jnp.asarray(np.asarray(prompt_ids, np.int32))[None]
+    out = target_lib.forward(target.config, target.params, prompt, positions, tap_ids=config.target_layer_ids)
+    c = drafter_lib.project_context(config, drafter.params, out.taps)
+    context = drafter_lib.context_kv(config, drafter.params, c, positions)
+    block = jnp.asarray(np.asarray(block_ids, np.int32))[None, None]
+    hidden = drafter_lib.denoise(
+        config,
+        drafter.params,
+        target_lib.embed(target.params, block),
+        (n + jnp.arange(len(block_ids)))[None, None],
+        context,
+        jnp.ones((1, 1, n), bool),
+    )
+    return target_lib.head(target.config, target.params, hidden)[0, 0]

@@ -1,0 +1,104 @@
+"""Proposers: what drafts the next W tokens. They may be as wrong as they like; verification decides.
+
+autoregressive drafts nothing; lookup copies what followed the same n-gram earlier; block diffusion runs the drafter,
+once (DFlash, and a DStill student: the same graph) or several times (refinement).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dstill_jax.decoding.sampling import choose
+from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
+from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import target as target_lib
+from dstill_jax.refinement import CommitOrder, refine
+
+
+def _last_token(state: DecodeState) -> Int[Array, "B"]:
+    return jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
+
+
+@dataclass(frozen=True)
+class Autoregressive:
+    """Plain decoding: every round commits the one token that the target draws."""
+
+    draft_tokens: int = 0
+
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
+        return jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Copies the continuation of the latest earlier occurrence of the last n tokens, longest n first."""
+
+    draft_tokens: int
+    max_ngram: int = 3
+
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
+        C = state.tokens.shape[1]
+        ends = jnp.arange(C)  # candidate position of an n-gram's last token
+        last = state.length[:, None] - 1
+        found = jnp.full(state.length.shape, -1)
+        same = jnp.ones_like(state.tokens, bool)
+        for n in range(1, self.max_ngram + 1):
+            suffix = jnp.take_along_axis(state.tokens, jnp.maximum(last - (n - 1), 0), axis=1)
+            shifted = jnp.roll(state.tokens, n - 1, axis=1)  # token n - 1 places before each candidate end
+            same &= (shifted == suffix) & (ends >= n - 1) & (ends < last)
+            latest = jnp.where(same, ends, -1).max(axis=1)
+            found = jnp.where(latest >= 0, latest, found)  # a longer match overrides a shorter one
+        slots = found[:, None] + 1 + jnp.arange(self.draft_tokens)
+        slots = jnp.where(found[:, None] >= 0, slots, last)  # nothing found: repeat the last token
+        # A copy that runs into the end of the text goes on with what it has itself copied.
+        period = jnp.maximum(last - found[:, None], 1)
+        overrun = jnp.maximum(slots - last, 0)
+        slots = jnp.where(slots > last, last - period + 1 + (overrun - 1) % period, slots)
+        return jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1)
+
+
+@dataclass(frozen=True)
+class BlockDiffusion:
+    """The drafter on one block after the last committed token: slot 0 is that token, W slots are masked."""
+
+    draft_tokens: int
+    passes: int = 1
+    order: CommitOrder = "confidence"
+    threshold: float = 0.9
+
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
+        config, params = spec.drafter, weights.drafter
+        assert config is not None
+        K = self.draft_tokens + 1
+        anchor = state.length - 1
+        positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]
+        context_mask = (jnp.arange(state.tokens.shape[1]) < anchor[:, None])[:, None]  # strictly before the anchor
+
+        def hidden_fn(tokens: Array, slots: Array) -> Array:
+            x = target_lib.embed(weights.target, tokens)
+            return drafter_lib.denoise(config, params, x, positions, state.context, context_mask, slots)
+
+        def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
+            # The drafter draws with the noise the target will draw with: at a temperature, agreeing on the noise is
+            # what lets a good draft be accepted; losslessness does not depend on it.
+            logits = target_lib.head(spec.target, weights.target, hidden[:, 0])
+            logits = logits.at[..., config.mask_token_id].set(-jnp.inf)  # never drafted
+            drawn = choose(logits, state.keys, anchor[:, None] + slots[:, 0], weights.draw, spec.greedy, spec.filtered)
+            picked = jnp.take_along_axis(logits, drawn[..., None], axis=-1)[..., 0]
+            sure = jnp.exp(picked - jax.nn.logsumexp(logits, axis=-1))
+            return drawn[:, None], sure[:, None]
+
+        # One pass in any order commits everything.
+        trajectory = refine(
+            hidden_fn,
+            choose_fn,
+            _last_token(state)[:, None],
+            K,
+            config.mask_token_id,
+            self.passes,
+            self.order if self.passes > 1 else "quota",
+            self.threshold,
+        )
+        return trajectory.tokens[:, 0, 1:]

@@ -1,0 +1,142 @@
+"""Prefill and rounds: the device side of decoding. Pure functions; `session.py` drives them from the host."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, UInt32
+
+from dstill_jax.decoding.sampling import choose
+from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows
+from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import target as target_lib
+from dstill_jax.models.target import TargetOutput
+
+
+def _draw(spec: DecodeSpec, weights: Weights, logits: Array, keys: Array, positions: Array) -> Int[Array, "B N"]:
+    return choose(logits, keys, positions, weights.draw, spec.greedy, spec.filtered)
+
+
+def _is_stop(weights: Weights, tokens: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
+    return (tokens[..., None] == weights.stop_token_ids).any(-1)
+
+
+def _remember(
+    spec: DecodeSpec,
+    weights: Weights,
+    state: DecodeState,
+    out: TargetOutput,
+    positions: Int[Array, "B N"],
+) -> DecodeState:
+    """Stores what the target computed at `positions`: its cache, the drafter's context, recorded features.
+
+    Rows past the accepted prefix are written too: no mask admits them before a later round has overwritten them.
+    """
+    context = state.context
+    batch = jnp.arange(positions.shape[0])[:, None]
+    if spec.drafter is not None:
+        wanted = spec.drafter.target_layer_ids
+        D = spec.target.hidden_size
+        taps = jnp.concatenate([out.taps[..., i * D : (i + 1) * D] for i in map(spec.tap_ids.index, wanted)], -1)
+        c = drafter_lib.project_context(spec.drafter, weights.drafter, taps)
+        new = drafter_lib.context_kv(spec.drafter, weights.drafter, c, positions)
+        write = lambda old, fresh: old.at[batch, :, positions].set(fresh.swapaxes(1, 2).astype(old.dtype), mode="drop")  # noqa: E731
+        context = jax.tree.map(write, state.context, new)
+    features = state.features
+    if features is not None:
+        rows = jnp.concatenate([out.taps, out.hidden], axis=-1).astype(features.dtype)
+        features = features.at[batch, positions].set(rows, mode="drop")
+    return state._replace(cache=out.cache, context=context, features=features)
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def prefill(
+    spec: DecodeSpec,
+    weights: Weights,
+    state: DecodeState,
+    rows: Int[Array, "P"],
+    prompts: Int[Array, "P N"],
+    prompt_lengths: Int[Array, "P"],
+    limits: Int[Array, "P"],
+    keys: UInt32[Array, "P 2"],
+) -> DecodeState:
+    """Starts P requests in the given rows (a row >= B starts nothing) and draws the first token of each."""
+    P, N = prompts.shape
+    part = init_state(spec, weights, P, state.tokens.shape[1])
+    positions = jnp.broadcast_to(jnp.arange(N), (P, N))
+    out = target_lib.forward(
+        spec.target, weights.target, prompts, positions, part.cache, jnp.zeros(P, jnp.int32), spec.tap_ids
+    )
+    part = _remember(spec, weights, part, out, positions)
+    last = jnp.take_along_axis(out.hidden, (prompt_lengths - 1)[:, None, None], axis=1)
+    first = _draw(spec, weights, target_lib.head(spec.target, weights.target, last), keys, prompt_lengths[:, None])
+    stopped = _is_stop(weights, first[:, 0])
+    tokens = part.tokens.at[:, :N].set(prompts).at[jnp.arange(P), prompt_lengths].set(first[:, 0])
+    part = part._replace(
+        tokens=tokens,
+        length=prompt_lengths + 1,
+        prompt_length=prompt_lengths,
+        limit=limits,
+        active=~stopped & (prompt_lengths + 1 < limits),
+        stopped=stopped,
+        keys=keys,
+    )
+    return put_rows(state, rows, part)
+
+
+def verify_chain(
+    spec: DecodeSpec, weights: Weights, state: DecodeState, drafts: Int[Array, "B W"]
+) -> tuple[Int[Array, "B W+1"], Int[Array, "B"], TargetOutput, Int[Array, "B W+1"]]:
+    """One target pass over anchor and drafts.
+
+    Returns the target's own tokens at the W + 1 following positions, how many of them are committed before stop tokens
+    and limits (accepted drafts plus one), the pass's output and the positions computed.
+    """
+    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    inputs = jnp.concatenate([anchor, drafts], axis=1)
+    start = state.length - 1
+    positions = start[:, None] + jnp.arange(inputs.shape[1])
+    out = target_lib.forward(spec.target, weights.target, inputs, positions, state.cache, start, spec.tap_ids)
+    logits = target_lib.head(spec.target, weights.target, out.hidden)
+    chosen = _draw(spec, weights, logits, state.keys, positions + 1)
+    matches = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1)
+    return chosen, matches.sum(axis=1) + 1, out, positions
+
+
+def _round(spec: DecodeSpec, weights: Weights, state: DecodeState) -> DecodeState:
+    drafts = spec.proposer.propose(spec, weights, state)
+    chosen, count, out, positions = verify_chain(spec, weights, state, drafts)
+    # A stop token ends the row inside the block, before the length limit is looked at.
+    stops = _is_stop(weights, chosen)
+    first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), chosen.shape[1])
+    stopped = first_stop < count
+    count = jnp.minimum(jnp.minimum(count, first_stop + 1), state.limit - state.length)
+    stopped &= first_stop < count
+    count = jnp.where(state.active, count, 0)
+    slots = jnp.where(jnp.arange(chosen.shape[1]) < count[:, None], positions + 1, state.tokens.shape[1])
+    batch = jnp.arange(chosen.shape[0])
+    length = state.length + count
+    state = _remember(spec, weights, state, out, positions)
+    return state._replace(
+        tokens=state.tokens.at[batch[:, None], slots].set(chosen, mode="drop"),
+        length=length,
+        stopped=jnp.where(state.active, stopped, state.stopped),
+        active=state.active & ~stopped & (length < state.limit),
+        rounds=state.rounds + state.active,
+        commits=state.commits.at[batch, jnp.where(state.active, state.rounds, state.commits.shape[1])].set(
+            count, mode="drop"
+        ),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def decode_rounds(spec: DecodeSpec, weights: Weights, state: DecodeState, num_rounds: Int[Array, ""]) -> DecodeState:
+    """Up to `num_rounds` rounds, fewer when every row is done; one while_loop on the device."""
+
+    def go_on(carry: tuple[Array, DecodeState]) -> Array:
+        return (carry[0] < num_rounds) & carry[1].active.any()
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        return carry[0] + 1, _round(spec, weights, carry[1])
+
+    return jax.lax.while_loop(go_on, body, (jnp.int32(0), state))[1]

@@ -1,0 +1,92 @@
+"""The draw: which token stands at a position, given the target's logits there.
+
+It is a fixed function of the logits and of (request key, absolute position), so every decoding method that asks the
+same question gets the same answer: that is what makes all of them emit the tokens of plain decoding, at every
+temperature (docs/losslessness.md).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from dstill_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn. Filters apply to logits / temperature, top-k before top-p."""
+
+    temperature: float = 0.0  # 0 is greedy: argmax, lowest id on ties
+    top_k: int | None = None  # keep the k most likely tokens (and their ties)
+    top_p: float | None = None  # then the smallest set whose probability reaches p
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1; leave it out to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be in (0, 1]; leave it out to keep every token")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Draw(NamedTuple):
+    """The traced numbers of a SamplingConfig: changing them does not recompile."""
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+
+    @classmethod
+    def of(cls, config: SamplingConfig) -> "Draw":
+        return cls(
+            jnp.float32(config.temperature or 1.0),
+            jnp.int32(config.top_k or 2**31 - 1),
+            jnp.float32(config.top_p or 1.0),
+        )
+
+
+def filter_logits(logits: Float[Array, "*batch V"], draw: Draw) -> Float[Array, "*batch V"]:
+    """Sets to -inf what top-k and top-p exclude."""
+    V = logits.shape[-1]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    kth = jnp.take(ordered, jnp.minimum(draw.top_k, V) - 1, axis=-1)[..., None]
+    kept = jnp.where(ordered >= kth, ordered, -jnp.inf)
+    probability = jax.nn.softmax(kept, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability  # mass of the strictly likelier tokens
+    last = jnp.sum((before < draw.top_p) & (kept > -jnp.inf), axis=-1, keepdims=True) - 1
+    threshold = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
+    return jnp.where(logits >= jnp.maximum(threshold, kth), logits, -jnp.inf)
+
+
+def position_noise(keys: UInt32[Array, "B 2"], positions: Int[Array, "B N"], vocab_size: int) -> Array:
+    """Gumbel noise [B, N, V] of each absolute position of each request."""
+
+    def one(key: Array, position: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+        return jax.random.gumbel(folded, (vocab_size,), jnp.float32)
+
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, positions)
+
+
+def choose(
+    logits: Float[Array, "B N V"],
+    keys: UInt32[Array, "B 2"],
+    positions: Int[Array, "B N"],
+    draw: Draw,
+    greedy: bool,
+    filtered: bool,
+) -> Int[Array, "B N"]:
+    """The token at each position. `greedy` and `filtered` are static: they decide what is computed at all."""
+    if not greedy:
+        logits = logits / draw.temperature
+        if filtered:
+            logits = filter_logits(logits, draw)
+        logits = logits + position_noise(keys, positions, logits.shape[-1])
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

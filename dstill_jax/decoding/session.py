@@ -1,0 +1,280 @@
+"""Many requests through a fixed number of rows: finished rows are refilled while the others go on.
+
+The host side of decoding, used by `generate`, evaluation and data generation. Arrays keep their shapes from the first
+request to the last; only lengths change, so nothing recompiles.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dstill_jax.decoding.proposers import Autoregressive, BlockDiffusion, PromptLookup
+from dstill_jax.decoding.rounds import decode_rounds, prefill
+from dstill_jax.decoding.sampling import Draw, SamplingConfig
+from dstill_jax.decoding.state import DecodeSpec, DecodeState, Proposer, Weights, init_state
+from dstill_jax.errors import UserError
+from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.target import Target
+from dstill_jax.refinement import check_order
+
+METHODS = ("autoregressive", "lookup", "dflash", "refine")
+_BUCKET = 64  # prompt lengths and capacities are rounded up to multiples of this
+_STOP_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. The text it gets depends on (tokens, id, seed) and the run's settings, never on its batch mates."""
+
+    id: int
+    tokens: Sequence[int]
+    seed: int = 0
+
+    def key_data(self) -> np.ndarray:
+        return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed), self.id)))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request got."""
+
+    id: int
+    tokens: list[int]  # new tokens; a stop token is kept, nothing follows it
+    acceptance_lengths: list[int]  # tokens committed by each round, bonus included; the prefill's token is in none
+    finish_reason: str  # "stop" or "length"
+    features: np.ndarray | None = None  # [len(prompt) + len(tokens) - 1, (T + 1) * D] float16: taps, final hidden
+
+
+@dataclass
+class Clock:
+    """Where the time of a session went, in seconds; compilation happens inside the first call of each shape."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    rounds: int = field(default=0)
+
+
+def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Proposer:
+    """The proposer of a named method.
+
+    Options: draft_tokens (W; default K - 1, lookup 7), and for refine passes (default K - 1), order, threshold;
+    for lookup max_ngram. An option that the method does not read is an error.
+    """
+    if method not in METHODS:
+        raise UserError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    allowed = {
+        "autoregressive": (),
+        "lookup": ("draft_tokens", "max_ngram"),
+        "dflash": ("draft_tokens",),
+        "refine": ("draft_tokens", "passes", "order", "threshold"),
+    }[method]
+    unread = sorted(set(options) - set(allowed))
+    if unread:
+        raise UserError(f"method {method!r} does not read {', '.join(unread)}; it reads {', '.join(allowed) or 'none'}")
+    options = {name: value for name, value in options.items() if value is not None}
+    if method == "autoregressive":
+        return Autoregressive()
+    width = int(options.get("draft_tokens", 7 if method == "lookup" else 0))  # type: ignore[call-overload]
+    if method == "lookup":
+        if width < 1:
+            raise UserError(f"draft_tokens={width} must be at least 1")
+        ngram = int(options.get("max_ngram", 3))  # type: ignore[call-overload]
+        if ngram < 1:
+            raise UserError(f"max_ngram={ngram} must be at least 1")
+        return PromptLookup(width, ngram)
+    if drafter is None:
+        raise UserError(f"method {method!r} needs a drafter; pass drafter=load_drafter(folder, target)")
+    most = drafter.config.block_size - 1
+    width = width if "draft_tokens" in options else most
+    if not 1 <= width <= most:
+        raise UserError(f"draft_tokens={width} must be between 1 and block_size - 1 = {most} for this drafter")
+    if method == "dflash":
+        return BlockDiffusion(width)
+    passes = int(options.get("passes", width))  # type: ignore[call-overload]
+    order = str(options.get("order", "left_to_right"))
+    check_order(order, passes)
+    return BlockDiffusion(width, min(passes, width), order, float(options.get("threshold", 0.9)))  # type: ignore[arg-type]
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Raises UserError when a drafter cannot belong to this target."""
+    for name in ("vocab_size", "hidden_size"):
+        ours, theirs = getattr(target.config, name), getattr(drafter.config, name)
+        if ours != theirs:
+            raise UserError(f"drafter has {name}={theirs}, target has {ours}: it was made for another target")
+    if drafter.config.num_target_layers != target.config.num_layers:
+        raise UserError(
+            f"drafter expects a target of {drafter.config.num_target_layers} layers, this one has"
+            f" {target.config.num_layers}"
+        )
+    if drafter.target_fingerprint is not None and drafter.target_fingerprint != target.fingerprint:
+        raise UserError(
+            f"drafter was trained on target {drafter.target_fingerprint[:12]}, this one is {target.fingerprint[:12]};"
+            " its features would differ"
+        )
+
+
+def _bucket(n: int) -> int:
+    return -(-n // _BUCKET) * _BUCKET
+
+
+class Session:
+    """A compiled decoding run: one method, one batch size, one capacity."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        drafter: Drafter | None = None,
+        method: str = "autoregressive",
+        batch_size: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        sampling: SamplingConfig = SamplingConfig(),
+        stop_token_ids: Sequence[int] | None = None,
+        record_taps: tuple[int, ...] | None = None,
+        **method_options: object,
+    ) -> None:
+        proposer = make_proposer(method, drafter, **method_options)
+        if method not in ("dflash", "refine"):
+            drafter = None
+        if drafter is not None:
+            check_pair(target, drafter)
+            if record_taps is not None and not set(drafter.config.target_layer_ids) <= set(record_taps):
+                raise UserError(
+                    f"record_taps={record_taps} must contain the drafter's {drafter.config.target_layer_ids}"
+                )
+        for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        stops = tuple(target.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
+        if len(stops) > _STOP_SLOTS:
+            raise UserError(f"{len(stops)} stop tokens; at most {_STOP_SLOTS} are supported")
+        if max_prompt_tokens + max_new_tokens > target.config.max_position_embeddings:
+            raise UserError(
+                f"prompt of {max_prompt_tokens} tokens plus max_new_tokens={max_new_tokens} exceeds the target's"
+                f" context of {target.config.max_position_embeddings}; shorten the prompt or lower max_new_tokens"
+            )
+        self.target, self.drafter = target, drafter
+        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.prompt_capacity = _bucket(max_prompt_tokens)
+        self.capacity = _bucket(max_prompt_tokens + max_new_tokens + proposer.draft_tokens + 1)
+        self.spec = DecodeSpec.make(
+            target.config, None if drafter is None else drafter.config, proposer, sampling, record_taps
+        )
+        self.weights = Weights(
+            target.params,
+            None if drafter is None else drafter.params,
+            Draw.of(sampling),
+            jnp.asarray((*stops, *[-1] * (_STOP_SLOTS - len(stops))), jnp.int32),
+        )
+        self.clock = Clock()
+
+    def start(self, state: DecodeState, rows: Sequence[int], requests: Sequence[Request], width: int) -> DecodeState:
+        """Prefills `requests` into `rows`; `width` >= len(requests) is the compiled number of rows."""
+        began = time.perf_counter()
+        P = width
+        longest = max(len(request.tokens) for request in requests)
+        prompts = np.zeros((P, min(_bucket(longest), self.capacity)), np.int32)
+        lengths, limits, keys = np.ones(P, np.int32), np.zeros(P, np.int32), np.zeros((P, 2), np.uint32)
+        places = np.full(P, self.batch_size, np.int32)  # out of range: dropped
+        for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            n = len(request.tokens)
+            prompts[i, :n], lengths[i], limits[i] = request.tokens, n, n + self.max_new_tokens
+            keys[i], places[i] = request.key_data(), row
+        state = prefill(self.spec, self.weights, state, places, prompts, lengths, limits, keys)
+        state.length.block_until_ready()
+        self.clock.prefill += time.perf_counter() - began
+        return state
+
+    def advance(self, state: DecodeState, num_rounds: int) -> DecodeState:
+        began = time.perf_counter()
+        state = decode_rounds(self.spec, self.weights, state, np.int32(num_rounds))
+        state.length.block_until_ready()
+        self.clock.decode += time.perf_counter() - began
+        return state
+
+    def idle(self) -> DecodeState:
+        """A state with no request in it."""
+        return init_state(self.spec, self.weights, self.batch_size, self.capacity)
+
+    def check(self, request: Request) -> None:
+        n, vocab = len(request.tokens), self.target.config.vocab_size
+        if n < 1:
+            raise UserError(f"prompt {request.id} is empty; give at least one token")
+        if _bucket(n) > self.prompt_capacity:
+            raise UserError(f"prompt {request.id} has {n} tokens, this session takes {self.prompt_capacity}")
+        bad = [t for t in request.tokens if not 0 <= t < vocab]
+        if bad:
+            raise UserError(f"prompt {request.id} has token id {bad[0]}, outside the vocabulary of {vocab}")
+
+    def completion(self, state: DecodeState, row: int, request: Request) -> Completion:
+        """Reads one finished row back from the device."""
+        length, start = int(state.length[row]), int(state.prompt_length[row])
+        features = None
+        if state.features is not None:
+            features = np.asarray(state.features[row])[: length - 1].copy()
+        return Completion(
+            request.id,
+            np.asarray(state.tokens[row])[start:length].tolist(),
+            np.asarray(state.commits[row])[: int(state.rounds[row])].tolist(),
+            "stop" if bool(state.stopped[row]) else "length",
+            features,
+        )
+
+    def run(self, requests: Iterable[Request], rounds_per_call: int = 8) -> Iterator[Completion]:
+        """Decodes every request; completions come as rows finish."""
+        waiting = iter(requests)
+        state, row_of = self.idle(), dict[int, Request]()
+        refill = max(1, self.batch_size // 16)  # a few rows at once: prefill is as expensive as many rounds
+        exhausted = False
+        while True:
+            free = [row for row in range(self.batch_size) if row not in row_of]
+            wanted = self.batch_size if not row_of else refill
+            while not exhausted and len(free) >= min(wanted, refill):
+                taken = list(itertools.islice(waiting, min(len(free), refill)))
+                exhausted = len(taken) < min(len(free), refill)
+                if not taken:
+                    break
+                for request in taken:
+                    self.check(request)
+                rows, free = free[: len(taken)], free[len(taken) :]
+                state = self.start(state, rows, taken, refill)
+                row_of.update(zip(rows, taken, strict=True))
+            if not row_of:
+                return
+            state = self.advance(state, rounds_per_call)
+            active = np.asarray(state.active)
+            for row in [row for row in row_of if not active[row]]:
+                yield self.completion(state, row, row_of.pop(row))
+
+
+def decode_requests(
+    target: Target,
+    requests: Iterable[Request],
+    *,
+    max_prompt_tokens: int,
+    batch_size: int,
+    max_new_tokens: int,
+    rounds_per_call: int = 8,
+    **session_options: object,
+) -> Iterator[Completion]:
+    """Decodes a stream of requests with `batch_size` rows in flight; see `Session` for the options.
+
+    Raises:
+      UserError: for an empty prompt, one longer than `max_prompt_tokens` rounded up to a multiple of 64, or a token id
+        outside the vocabulary, when its turn comes.
+    """
+    session = Session(
+        target,
+        batch_size=batch_size,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        **session_options,  # type: ignore[arg-type]
+    )
+    return session.run(requests, rounds_per_call)

@@ -1,0 +1,221 @@
+"""What every stage starts from: target features, blocks, and one pass of the drafter scored against labels."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dstill_jax import blocks as blocks_lib
+from dstill_jax.blocks import Blocks
+from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.dims import Params
+from dstill_jax.losses import weights as weights_lib
+from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses, row_losses
+from dstill_jax.losses.config import LossConfig
+from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import target as target_lib
+from dstill_jax.models.drafter import ContextKV
+
+Metrics = dict[str, tuple[Array, Array]]
+"""Name -> (sum, weight): added over devices, micro-batches and steps, divided once."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The static side of a stage: shapes and choices that are compiled in."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+    anchors_per_row: int
+    compute_dtype: str = "float32"
+    head_chunk: int = DEFAULT_CHUNK
+
+
+class Frozen(NamedTuple):
+    """Arrays that training reads and never changes."""
+
+    embedding: Float[Array, "V D"]  # of the target
+    head: Float[Array, "D V'"]  # of the target, or the columns of a training vocabulary
+    label_map: Int[Array, "V"] | None  # token id -> head column, -1 outside the training vocabulary; None: identity
+    tap_scale: Float[Array, "T*D"]  # taps are multiplied by it; `fold_tap_scale` moves it into the weights
+    target: Params | None = None  # to compute features inside the step; None when the batch brings them
+    teacher: Params | None = None  # stage 2
+
+
+class Conditioned(NamedTuple):
+    """One batch, ready for any number of passes."""
+
+    blocks: Blocks
+    taps: Float[Array, "B S T*D"]  # scaled
+    target_hidden: Float[Array, "B S D"]
+    positions: Int[Array, "B S"]
+    visible: Bool[Array, "B A S"]
+
+
+def fold_tap_scale(params: Params, tap_scale: Float[Array, "T*D"]) -> Params:
+    """Drafter parameters that act on raw taps: the form that decodes and is exported."""
+    kernel = params["fc"]["kernel"] * tap_scale[:, None].astype(params["fc"]["kernel"].dtype)
+    return {**params, "fc": {**params["fc"], "kernel": kernel}}
+
+
+def condition(task: Task, frozen: Frozen, batch: dict[str, Array], key: Array) -> Conditioned:
+    """Features from the batch, or from the frozen target inside the same program; then random anchors."""
+    tokens, ids, positions = batch["tokens"], batch["document_ids"], batch["positions"]
+    width = task.drafter.num_taps * task.target.hidden_size
+    if "features" in batch:
+        features = batch["features"]
+        taps, hidden = features[..., :width], features[..., width:]
+    else:
+        mask = target_lib.causal_mask(tokens.shape[1], ids)
+        out = target_lib.forward(
+            task.target,
+            frozen.target,  # type: ignore[arg-type]
+            tokens,
+            positions,
+            tap_ids=task.drafter.target_layer_ids,
+            attention_mask=mask,
+        )
+        taps, hidden = out.taps, out.hidden
+    taps, hidden = jax.lax.stop_gradient((taps, hidden))
+    dtype = jnp.dtype(task.compute_dtype)
+    taps = (taps.astype(jnp.float32) * frozen.tap_scale).astype(dtype)
+    anchors, valid = blocks_lib.sample_anchors(key, batch["loss_mask"], ids, task.anchors_per_row)
+    blocks = blocks_lib.cut_blocks(tokens, batch["loss_mask"], ids, positions, anchors, valid, task.drafter.block_size)
+    visible = blocks_lib.context_mask(anchors, valid, ids)
+    return Conditioned(blocks, taps, hidden.astype(dtype), positions, visible)
+
+
+def project(task: Task, params: Params, data: Conditioned) -> ContextKV:
+    """Context keys and values of a drafter: once a step, whatever the number of passes."""
+    c = drafter_lib.project_context(task.drafter, params, data.taps)
+    return drafter_lib.context_kv(task.drafter, params, c, data.positions)
+
+
+def run_pass(
+    task: Task,
+    frozen: Frozen,
+    params: Params,
+    data: Conditioned,
+    context: ContextKV,
+    tokens: Int[Array, "B A K"],
+    slots: Int[Array, "B A R"] | None = None,
+) -> Float[Array, "B A R|K D"]:
+    """One pass of the drafter over block tokens."""
+    x = frozen.embedding[tokens].astype(data.taps.dtype)
+    return drafter_lib.denoise(task.drafter, params, x, data.blocks.positions, context, data.visible, slots)
+
+
+def to_columns(frozen: Frozen, tokens: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Head columns of tokens; -1 for tokens outside the training vocabulary."""
+    return tokens if frozen.label_map is None else frozen.label_map[tokens]
+
+
+class TeacherView(NamedTuple):
+    """What stage 2 adds to a comparison."""
+
+    tokens: Int[Array, "B A K"]
+    hidden: Float[Array, "B A K D"]
+
+
+def score(
+    task: Task,
+    frozen: Frozen,
+    loss: LossConfig,
+    data: Conditioned,
+    hidden: Float[Array, "B A K D"],
+    revealed: Bool[Array, "B A K"],
+    progress: Float[Array, ""],
+    teacher: TeacherView | None = None,
+) -> tuple[Array, Array, Metrics]:
+    """(loss sum, weight, metrics) of one pass: every masked slot with a label, weighed and mixed as configured."""
+    blocks = data.blocks
+    B, A, K = blocks.tokens.shape
+    labels = to_columns(frozen, blocks.tokens)
+    counted = blocks.scored & ~revealed & (labels >= 0)
+    losses = _slot_losses(task, frozen, loss, data, hidden, labels, teacher)
+    weights = weights_lib.slot_weights(
+        loss, blocks_lib.masked_rank(revealed), counted, losses.correct, jnp.exp(-losses.data_ce), progress
+    )
+    allowed = {"data_ce": jnp.ones((B, A, K)), "teacher": jnp.ones((B, A, K))}
+    if teacher is not None:
+        right = teacher.tokens == blocks.tokens
+        until = weights_lib.before_first_error(right, blocks.scored)  # k <= n, n the teacher's first error
+        at_error = until & ~right & blocks.scored
+        if loss.data_slots == "until_error":
+            allowed["data_ce"] = until.astype(jnp.float32)
+        if loss.teacher_slots != "all":
+            allowed["teacher"] = (~at_error if loss.teacher_slots == "not_at_error" else ~until).astype(jnp.float32)
+        weights = weights * jnp.where(until, 1.0, loss.after_error_weight)
+    total = jnp.zeros((B, A, K), jnp.float32)
+    for term in ("data_ce", "hard_ce", "teacher_kl", "target_kl", "target_l1"):
+        values = getattr(losses, term)
+        if values is not None and loss.uses(term):
+            gate = (
+                allowed["data_ce"]
+                if term == "data_ce"
+                else allowed["teacher"]
+                if term != "target_kl" and term != "target_l1"
+                else 1.0
+            )
+            total = total + weights_lib.term_weights(loss, term, K) * gate * values
+    # One-pass acceptance is meaningful only where nothing was revealed.
+    full = blocks.valid & ~revealed[..., 1:].any(-1)
+    accepted = blocks_lib.accepted_prefix(losses.correct, blocks.scored)
+    metrics: Metrics = {
+        "data_ce": ((losses.data_ce * weights).sum(), weights.sum()),
+        "accuracy": ((losses.correct & counted).sum().astype(jnp.float32), counted.sum().astype(jnp.float32)),
+        "tau": ((full * (1.0 + accepted)).sum(), full.sum().astype(jnp.float32)),
+        "slot1": (
+            (full & losses.correct[..., 1] & blocks.scored[..., 1]).sum().astype(jnp.float32),
+            (full & blocks.scored[..., 1]).sum().astype(jnp.float32),
+        ),
+        "blocks": (blocks.valid.sum().astype(jnp.float32), jnp.float32(1)),
+    }
+    return (total * weights).sum(), weights.sum(), metrics
+
+
+def _slot_losses(
+    task: Task,
+    frozen: Frozen,
+    loss: LossConfig,
+    data: Conditioned,
+    hidden: Float[Array, "B A K D"],
+    labels: Int[Array, "B A K"],
+    teacher: TeacherView | None,
+) -> RowLosses:
+    """Losses [B, A, K] of each slot; slot 0 is not computed and comes back as zero."""
+    B, A, K, D = hidden.shape
+
+    def rows(x: Array) -> Array:
+        return x[:, :, 1:].reshape(B * A * (K - 1), *x.shape[3:])
+
+    target_hidden = None
+    if loss.needs_target:  # the target's distribution for position a + j is computed at a + j - 1
+        index = jnp.clip(data.blocks.anchors[..., None] + jnp.arange(K) - 1, 0, data.target_hidden.shape[1] - 1)
+        target_hidden = rows(jax.vmap(lambda h, i: h[i])(data.target_hidden, index))
+    inputs = RowInputs(
+        labels=rows(labels),
+        hard_labels=rows(to_columns(frozen, teacher.tokens)) if teacher is not None and loss.uses("hard_ce") else None,
+        teacher_hidden=rows(teacher.hidden) if teacher is not None and loss.uses("teacher_kl") else None,
+        target_hidden=target_hidden,
+    )
+    losses = row_losses(
+        rows(hidden),
+        inputs,
+        frozen.head,
+        kl_direction=loss.kl_direction,
+        target_kl=loss.uses("target_kl"),
+        target_l1=loss.uses("target_l1"),
+        chunk=task.head_chunk,
+    )
+
+    def back(x: Array) -> Array:
+        return jnp.pad(x.reshape(B, A, K - 1), ((0, 0), (0, 0), (1, 0)))
+
+    return jax.tree.map(back, losses)
+
+
+LossFn = Any
+"""(params, frozen, batch, key, step) -> (loss sum, weight, metrics)."""

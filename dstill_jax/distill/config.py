@@ -1,0 +1,73 @@
+"""What a stage trains on and against. Losses are in `losses/config.py`."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from dstill_jax.blocks import ViewMix
+from dstill_jax.errors import UserError
+from dstill_jax.losses.config import LossConfig, TermWeights
+from dstill_jax.refinement import CommitOrder, check_order
+
+CurriculumKind = Literal["power", "linear", "cyclic", "fixed", "full"]
+"""How masked a student's input is, over training (methods of the papers named).
+
+power: P(state) ~ m^e, e from 0 to `power` over the first `fraction` of steps, then fully masked.
+linear: m at least 0.3 rising to 1 over that time (d3LLM, arXiv 2601.07568, but ending at 1).
+cyclic: the level follows the block's index (Jacobi Forcing, arXiv 2512.14681); no schedule.
+fixed: P(state) ~ m^power throughout (T3D, arXiv 2602.12262).
+full: fully masked throughout; the control.
+"""
+
+
+@dataclass(frozen=True)
+class StageOneConfig:
+    """Completing partially revealed blocks. With `views` all full it is plain DFlash."""
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    views: ViewMix = field(default_factory=lambda: ViewMix(0.35, 0.35, 0.30))
+    late_views: ViewMix = field(default_factory=lambda: ViewMix(0.80, 0.10, 0.10))
+    late_from: float = 2 / 3  # share of the steps after which `late_views` applies: slot 1 has to stay strong
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.late_from <= 1:
+            raise UserError(f"StageOneConfig.late_from={self.late_from} must be between 0 and 1")
+        if self.loss.needs_teacher:
+            raise UserError("StageOneConfig.loss compares with a teacher's completion; only stage 2 has one")
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    kind: CurriculumKind = "power"
+    fraction: float = 0.4  # share of the steps from partly to fully masked
+    power: float = 8.0
+    replay: float = 0.0  # after that, share of blocks that still get a partly masked state
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CurriculumKind):
+            raise UserError(f"CurriculumConfig.kind={self.kind!r}; choose one of {', '.join(get_args(CurriculumKind))}")
+        if not 0 < self.fraction <= 1 or self.power < 0 or not 0 <= self.replay <= 1:
+            raise UserError(f"CurriculumConfig out of range: {self}")
+
+
+def _slotwise() -> LossConfig:
+    # Slot 1 depends on nothing drafted, so there is nothing to distil there: it keeps the text's own token.
+    return LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0))
+
+
+@dataclass(frozen=True)
+class StageTwoConfig:
+    """Distilling the frozen stage-1 drafter's own multi-pass completions into one pass."""
+
+    loss: LossConfig = field(default_factory=_slotwise)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    passes: int | None = None  # of the teacher; None: K - 1
+    order: CommitOrder = "left_to_right"
+    threshold: float = 0.9  # for order "confidence"
+
+    def __post_init__(self) -> None:
+        check_order(self.order, 1 if self.passes is None else self.passes)
+
+
+def dflash_baseline(loss: LossConfig | None = None) -> StageOneConfig:
+    """Fully masked blocks only: one-pass DFlash."""
+    return StageOneConfig(loss or LossConfig(), ViewMix(), ViewMix())

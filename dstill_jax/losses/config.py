@@ -1,0 +1,83 @@
+"""Which losses, on which slots, with which weights."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from dstill_jax.errors import UserError
+
+Weighting = Literal["decay", "uniform", "dpace", "auf"]
+"""How masked slots are weighed against each other.
+
+decay: exp(-rank / gamma), rank = masked slots to the left (arXiv 2602.06036, eq. 4).
+uniform: 1.
+dpace: smoothed survival: the sum over later slots of the chance that the draft gets that far, detached.
+auf: 1 up to and including the drafter's own first error, a residual after it, annealed.
+"""
+
+TeacherSlots = Literal["all", "not_at_error", "after_error"]
+DataSlots = Literal["all", "until_error"]
+
+
+@dataclass(frozen=True)
+class TermWeights:
+    """How much each comparison counts on a slot. p is the drafter's distribution there."""
+
+    data_ce: float = 0.0  # cross-entropy with the text's own token
+    hard_ce: float = 0.0  # cross-entropy with the token of the teacher's completion (stage 2)
+    teacher_kl: float = 0.0  # KL with the teacher's distribution when it committed the slot (stage 2)
+    target_kl: float = 0.0  # KL with the target model's distribution
+    target_l1: float = 0.0  # sum |p - target's| (DSpark, arXiv 2607.05147: 0.1 CE + 0.9 L1)
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        if min(values.values()) < 0 or not any(values.values()):
+            raise UserError(f"loss weights must be non-negative and not all zero, got {values}")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss of a training stage."""
+
+    first: TermWeights = field(default_factory=lambda: TermWeights(data_ce=1.0))  # on slot 1
+    rest: TermWeights = field(default_factory=lambda: TermWeights(data_ce=1.0))  # on slots 2 .. K - 1
+    kl_direction: Literal["forward", "reverse"] = "forward"  # forward: KL(other || p)
+    weighting: Weighting = "decay"
+    gamma: float = 4.0  # decay length in slots: 7, 5, 4 for blocks of 16, 10, 8
+    dpace_alpha: float = 0.5  # smoothing of D-PACE
+    auf_residual: float = 0.1  # final weight after the first error
+    auf_anneal_fraction: float = 0.6  # share of the steps over which that weight falls from 1
+    teacher_slots: TeacherSlots = "all"  # where hard_ce and teacher_kl count, relative to the teacher's first error
+    data_slots: DataSlots = "all"  # where data_ce counts
+    after_error_weight: float = 1.0  # factor on all terms after the teacher's first error
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("kl_direction", ("forward", "reverse")),
+            ("weighting", get_args(Weighting)),
+            ("teacher_slots", get_args(TeacherSlots)),
+            ("data_slots", get_args(DataSlots)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"LossConfig.{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        if self.gamma <= 0:
+            raise UserError(f"LossConfig.gamma={self.gamma} must be positive")
+        for name in ("dpace_alpha", "auf_residual", "auf_anneal_fraction", "after_error_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"LossConfig.{name}={getattr(self, name)} must be between 0 and 1")
+
+    def uses(self, term: str) -> bool:
+        return bool(getattr(self.first, term) or getattr(self.rest, term))
+
+    @property
+    def needs_target(self) -> bool:
+        return self.uses("target_kl") or self.uses("target_l1")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return (
+            self.uses("teacher_kl")
+            or self.uses("hard_ce")
+            or self.teacher_slots != "all"
+            or self.data_slots != "all"
+            or self.after_error_weight != 1
+        )

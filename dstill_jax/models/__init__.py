@@ -1,0 +1,1 @@
+"""Networks: the target decoder and the block-diffusion drafter. The only package that imports flax."""

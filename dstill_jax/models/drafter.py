@@ -1,0 +1,158 @@
+"""The block-diffusion drafter (DFlash, arXiv 2602.06036, section 4.1 and appendix A.3).
+
+Qwen3-shaped layers without embedding or head of their own. Target features are injected as keys and values of every
+layer; queries come from the block alone. Training (A anchors a row) and decoding (A = 1, cached context) call the
+same three functions.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dstill_jax.config import DrafterConfig
+from dstill_jax.dims import Params
+from dstill_jax.models.attention import block_attention, rope_tables
+from dstill_jax.models.layers import AttentionProjections, GatedMLP, Linear, RMSNorm
+
+ContextKV = tuple[tuple[Float[Array, "B G C E"], Float[Array, "B G C E"]], ...]
+"""Keys and values of the projected context, a pair per draft layer."""
+
+
+class DrafterLayer(nn.Module):
+    """One draft layer. The same k and v projections act on the context and on the block."""
+
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_layernorm = RMSNorm(c.rms_norm_eps)
+        self.attention = AttentionProjections(
+            c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, True, False, c.rms_norm_eps
+        )
+        self.post_attention_layernorm = RMSNorm(c.rms_norm_eps)
+        self.mlp = GatedMLP(c.intermediate_size, c.hidden_size)
+
+    def context_kv(self, c: Float[Array, "B S D"], cos: Array, sin: Array) -> tuple[Array, Array]:
+        """Context features are *not* passed through `input_layernorm`."""
+        k, v = self.attention.keys_values(c, cos, sin)
+        return k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def __call__(
+        self,
+        x: Float[Array, "B A K D"],
+        rope: tuple[Array, Array],
+        context_kv: tuple[Array, Array],
+        context_mask: Bool[Array, "B A C"],
+        block_mask: Bool[Array, "B A K K"],
+        query_slots: Int[Array, "B A R"] | None,
+    ) -> Float[Array, "B A R|K D"]:
+        normed = self.input_layernorm(x)
+        k, v = self.attention.keys_values(normed, *rope)
+        if query_slots is not None:  # only these slots go on; every slot still serves as key and value
+            rows = query_slots[..., None]
+            x, normed = (jnp.take_along_axis(y, rows, axis=2) for y in (x, normed))
+            rope = tuple(jnp.take_along_axis(table, rows, axis=2) for table in rope)  # type: ignore[assignment]
+            block_mask = jnp.take_along_axis(block_mask, rows, axis=2)
+        q = self.attention.queries(normed, *rope)
+        x = x + self.attention.output(block_attention(q, *context_kv, context_mask, k, v, block_mask))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DrafterModule(nn.Module):
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.fc = Linear(c.hidden_size)
+        self.hidden_norm = RMSNorm(c.rms_norm_eps)
+        self.layers = [DrafterLayer(c) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps)
+
+    def project_context(self, taps: Float[Array, "B S T*D"]) -> Float[Array, "B S D"]:
+        return self.hidden_norm(self.fc(taps))
+
+    def context_kv(self, c: Float[Array, "B S D"], positions: Int[Array, "B S"]) -> ContextKV:
+        tables = rope_tables(self.config.rope, self.config.head_dim, positions)
+        return tuple(layer.context_kv(c, *tables) for layer in self.layers)
+
+    def denoise(
+        self,
+        x: Float[Array, "B A K D"],
+        positions: Int[Array, "B A K"],
+        context_kv: ContextKV,
+        context_mask: Bool[Array, "B A C"],
+        query_slots: Int[Array, "B A R"] | None = None,
+    ) -> Float[Array, "B A R|K D"]:
+        K = x.shape[2]
+        block_mask = jnp.tril(jnp.ones((K, K), bool)) if self.config.causal else jnp.ones((K, K), bool)
+        block_mask = jnp.broadcast_to(block_mask, (*x.shape[:3], K))
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions)
+        for i, (layer, kv) in enumerate(zip(self.layers, context_kv, strict=True)):
+            last = i == len(self.layers) - 1
+            x = layer(x, rope, kv, context_mask, block_mask, query_slots if last else None)
+        return self.norm(x)
+
+    def everything(self, taps: Array, positions: Array, x: Array, block_positions: Array, mask: Array) -> Array:
+        """Touches every parameter, for initialisation."""
+        return self.denoise(x, block_positions, self.context_kv(self.project_context(taps), positions), mask)
+
+
+def init_params(config: DrafterConfig, key: Array) -> Params:
+    """Random float32 parameters."""
+    D = config.hidden_size
+    args = (
+        jnp.zeros((1, 1, config.num_taps * D)),
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.zeros((1, 1, 2, D)),
+        jnp.zeros((1, 1, 2), jnp.int32),
+        jnp.ones((1, 1, 1), bool),
+    )
+    return DrafterModule(config).init(key, *args, method="everything")["params"]
+
+
+def project_context(config: DrafterConfig, params: Params, taps: Float[Array, "B S T*D"]) -> Float[Array, "B S D"]:
+    """c = RMSNorm(W_fc concat(taps)): computed once, shared by all draft layers."""
+    return DrafterModule(config).apply({"params": params}, taps, method="project_context")  # type: ignore[return-value]
+
+
+def context_kv(
+    config: DrafterConfig, params: Params, c: Float[Array, "B S D"], positions: Int[Array, "B S"]
+) -> ContextKV:
+    """Keys and values of the context for every layer: independent of the block, so computed once for many passes."""
+    return DrafterModule(config).apply({"params": params}, c, positions, method="context_kv")  # type: ignore[return-value]
+
+
+def denoise(
+    config: DrafterConfig,
+    params: Params,
+    x: Float[Array, "B A K D"],
+    positions: Int[Array, "B A K"],
+    context_kv: ContextKV,
+    context_mask: Bool[Array, "B A C"],
+    query_slots: Int[Array, "B A R"] | None = None,
+) -> Float[Array, "B A R|K D"]:
+    """One pass over A blocks of K embedded slots; returns what the target's head reads.
+
+    Args:
+      x: target embeddings of the block's tokens (anchor, then masks or revealed tokens).
+      positions: absolute positions of the slots.
+      context_mask: which context slots a block may attend to (strictly before its anchor).
+      query_slots: compute the outputs of these slots only, [.., R]; the last layer is then cheaper.
+    """
+    with jax.named_scope("drafter"):
+        return DrafterModule(config).apply(  # type: ignore[return-value]
+            {"params": params}, x, positions, context_kv, context_mask, query_slots, method="denoise"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A loaded drafter: what `load_drafter` returns."""
+
+    config: DrafterConfig
+    params: Params
+    source: str = ""
+    target_fingerprint: str | None = None  # of the target it was trained on, when recorded

@@ -1,0 +1,281 @@
+"""One training run: a target, a dataset, a stage; out comes a folder with checkpoints, metrics and a drafter.
+
+Called by the command line (`dstill train`), the demo and experiments. A run is described by a frozen `RunConfig`; files
+in `configs/` export them.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dstill_jax.config import DrafterConfig
+from dstill_jax.data.dataset import ConversationDataset
+from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
+from dstill_jax.dims import Params
+from dstill_jax.distill import initialise
+from dstill_jax.distill.conditioning import Frozen, Task, fold_tap_scale
+from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
+from dstill_jax.distill.initialise import DrafterShape
+from dstill_jax.distill.stage_one import stage_one_loss
+from dstill_jax.distill.stage_two import stage_two_loss
+from dstill_jax.errors import UserError
+from dstill_jax.models import target as target_lib
+from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.target import Target
+from dstill_jax.training import checkpoints
+from dstill_jax.training.config import OptimizerConfig, TrainConfig
+from dstill_jax.training.loop import train
+from dstill_jax.weights.load import load_drafter, load_target, save_drafter
+
+_SCALE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run's result."""
+
+    target: str  # Hugging Face folder or hub id
+    data: str  # folder made by `dstill prepare`
+    out: str  # run folder; a stopped run is continued in it
+    objective: StageOneConfig | StageTwoConfig  # stage 1 (or the DFlash baseline), or stage 2
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    batches: PipelineConfig
+    new: DrafterShape | None = None  # a new drafter of this shape ...
+    start_from: str | None = None  # ... or the drafter folder to go on from
+    teacher: str | None = None  # stage 2: drafter folder of the teacher; None: `start_from`
+    anchors_per_row: int = 512  # blocks drawn from each row in each step
+    vocabulary: int | None = None  # train on this many most frequent tokens only; None: on all
+    compute_dtype: str = "bfloat16"  # of activations; parameters and optimiser state are float32
+    head_chunk: int = 512  # rows of logits held at a time
+
+    def __post_init__(self) -> None:
+        if (self.new is None) == (self.start_from is None):
+            raise UserError("RunConfig needs exactly one of new (a DrafterShape) and start_from (a drafter folder)")
+        if self.teacher is not None and not isinstance(self.objective, StageTwoConfig):
+            raise UserError("RunConfig.teacher is read by stage 2 only; leave it out for stage 1")
+        if isinstance(self.objective, StageTwoConfig) and self.teacher is None and self.start_from is None:
+            raise UserError("stage 2 distils a stage-1 drafter: name it with start_from, or with teacher")
+        for name in ("anchors_per_row", "head_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"RunConfig.{name}={getattr(self, name)} must be at least 1")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise UserError(f"RunConfig.compute_dtype={self.compute_dtype!r} must be float32 or bfloat16")
+
+    @property
+    def stage(self) -> str:
+        if isinstance(self.objective, StageTwoConfig):
+            return "stage2"
+        return "dflash" if self.objective.views.full == self.objective.late_views.full == 1 else "stage1"
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The pipeline as the training loop wants it: batches by step, and what identifies them."""
+
+    pipeline: BatchPipeline
+    fingerprint: str = field(default="")
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        return self.pipeline.batch(step)
+
+
+def run_stage(
+    config: RunConfig,
+    *,
+    target: Target | None = None,
+    report: Callable[[str], None] | None = None,
+    on_step: Any = None,
+) -> Path:
+    """Trains, or continues, or finds complete; returns the drafter's folder (`out/drafter`, float32 EMA weights).
+
+    Args:
+      target: already loaded, to be shared by several runs.
+      report: told in a line what was found in the data.
+      on_step: see `training.loop.train`.
+
+    Raises:
+      UserError: bad configuration or data, a run folder that belongs to another configuration.
+      training.Interrupted: after saving on SIGTERM or SIGINT.
+    """
+    out = Path(config.out)
+    target = target or load_target(config.target, dtype=config.compute_dtype)
+    dataset = ConversationDataset(config.data)
+    drafter, trainable = _begin(config, target)
+    live = _check_features(config, dataset, drafter, target)
+    pipeline = BatchPipeline(dataset, config.batches)
+    if report is not None:
+        report(pipeline.summary.describe())
+    scale = _tap_scale(dataset, drafter, target)
+    if config.start_from is not None:  # a finished drafter reads raw taps
+        trainable = fold_tap_scale(trainable, 1.0 / jnp.asarray(scale))
+    task = Task(target.config, drafter, config.anchors_per_row, config.compute_dtype, config.head_chunk)
+    frozen = _freeze(config, target, drafter, dataset, scale, live)
+    state = train(
+        _loss(config, task),
+        frozen,
+        trainable,
+        _Data(pipeline, json.dumps(pipeline.key, sort_keys=True)),
+        config.train,
+        config.optimizer,
+        out,
+        {"stage": config.stage, "target_fingerprint": target.fingerprint, "config": describe(config)},
+        on_step,
+    )
+    params = fold_tap_scale(state["ema"], frozen.tap_scale)
+    folder = out / "drafter"
+    save_drafter(folder, Drafter(drafter, params, str(folder), target.fingerprint), target.config, dtype="float32")
+    return folder
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON values, less what may differ when a run is continued (its folders' names)."""
+    values = dataclasses.asdict(config)
+    for name in ("out", "train", "optimizer"):  # the loop compares these two itself
+        values.pop(name)
+    return json.loads(json.dumps(values))
+
+
+def _begin(config: RunConfig, target: Target) -> tuple[DrafterConfig, Params]:
+    if config.start_from is not None:
+        loaded = load_drafter(config.start_from, target)
+        return loaded.config, loaded.params
+    assert config.new is not None
+    drafter = config.new.build(target.config)
+    key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
+    return drafter, initialise.new_params(config.new, drafter, target.config, target.params, key)
+
+
+def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:
+    """Whether features have to be computed in the step. Stored ones must be of this target and of these taps."""
+    made_by = dataset.provenance.get("target_fingerprint")
+    if made_by not in (None, target.fingerprint):
+        raise UserError(
+            f"{config.data} holds answers of target {str(made_by)[:12]}, the run's target is"
+            f" {target.fingerprint[:12]}; prepare the data with this target"
+        )
+    if not dataset.feature_width:
+        return True
+    stored = tuple(dataset.provenance.get("tap_ids", ()))
+    if stored != drafter.target_layer_ids:
+        raise UserError(
+            f"{config.data} stores taps {stored}, the drafter reads {drafter.target_layer_ids}; prepare it with those"
+            " tap_ids, or without features"
+        )
+    return False
+
+
+def _tap_scale(dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> np.ndarray:
+    """From the first rows of the dataset: the same whatever is drawn later."""
+    width = drafter.num_taps * drafter.hidden_size
+    rows = range(min(_SCALE_ROWS, len(dataset)))
+    if dataset.feature_width:
+        return initialise.tap_scale(np.concatenate([dataset.features(i)[:-1, :width] for i in rows]))
+    forward = jax.jit(target_lib.forward, static_argnames=("config", "tap_ids"))
+    parts = []
+    for i in rows[:8]:
+        tokens = np.asarray(dataset[i].tokens, np.int32)
+        padded = np.zeros(-(-len(tokens) // 128) * 128, np.int32)
+        padded[: len(tokens)] = tokens
+        positions = np.arange(len(padded), dtype=np.int32)[None]
+        out = forward(target.config, target.params, padded[None], positions, tap_ids=drafter.target_layer_ids)
+        parts.append(np.asarray(out.taps[0, : len(tokens)], np.float32))
+    return initialise.tap_scale(np.concatenate(parts))
+
+
+def _freeze(
+    config: RunConfig,
+    target: Target,
+    drafter: DrafterConfig,
+    dataset: ConversationDataset,
+    scale: np.ndarray,
+    live: bool,
+) -> Frozen:
+    head, label_map = target_lib.head_matrix(target.config, target.params), None
+    if config.vocabulary is not None:
+        texts = [dataset[i].tokens for i in range(len(dataset))]
+        kept = initialise.training_vocabulary(texts, target.config.vocab_size, config.vocabulary)
+        columns = np.full(target.config.vocab_size, -1, np.int32)
+        columns[kept] = np.arange(len(kept), dtype=np.int32)
+        columns[drafter.mask_token_id] = -1  # never a label, never drafted
+        head, label_map = head[:, kept], jnp.asarray(columns)
+    teacher = None
+    if isinstance(config.objective, StageTwoConfig):
+        loaded = load_drafter(config.teacher or config.start_from, target)  # type: ignore[arg-type]
+        if loaded.config != drafter:
+            raise UserError(f"teacher {loaded.source} and student differ in shape; they must be the same drafter")
+        teacher = fold_tap_scale(loaded.params, 1.0 / jnp.asarray(scale))
+    return Frozen(
+        embedding=target.params["embed"]["embedding"],
+        head=head,
+        label_map=label_map,
+        tap_scale=jnp.asarray(scale),
+        target=target.params if live else None,
+        teacher=teacher,
+    )
+
+
+def _loss(config: RunConfig, task: Task) -> Callable[..., Any]:
+    objective, total = config.objective, config.train.total_steps
+    one = functools.partial(
+        stage_two_loss if isinstance(objective, StageTwoConfig) else stage_one_loss,  # type: ignore[arg-type]
+        task,
+        objective,  # type: ignore[arg-type]
+    )
+
+    def loss_fn(params: Params, frozen: Frozen, batch: dict, key: jax.Array, step: jax.Array) -> Any:
+        return one(params, frozen, batch, key, step.astype(jnp.float32) / total)
+
+    return loss_fn
+
+
+def trained_steps(run: str | Path) -> int:
+    """Steps of the newest checkpoint of a run folder, 0 without one."""
+    return checkpoints.latest_step(run) or 0
+
+
+def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
+    """Applies FIELD=VALUE assignments, dots reaching into nested configs; values are Python literals or plain words.
+
+    Raises UserError naming the field: unknown, not a single value, or refused by the config itself.
+    """
+    for assignment in assignments:
+        path, separator, text = assignment.partition("=")
+        if not separator:
+            raise UserError(f"override {assignment!r} must look like FIELD=VALUE")
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text  # a word: a folder, a name
+        config = _replaced(config, path.split("."), value, path)
+    return config
+
+
+def _replaced(config: Any, parts: list[str], value: Any, path: str) -> Any:
+    names = [f.name for f in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+    if parts[0] not in names:
+        close = difflib.get_close_matches(parts[0], names, 1)
+        raise UserError(
+            f"{path}: {type(config).__name__} has no field {parts[0]!r};"
+            + (f" did you mean {close[0]!r}?" if close else f" its fields are {', '.join(names) or 'none'}")
+        )
+    old = getattr(config, parts[0])
+    if len(parts) > 1:
+        value = _replaced(old, parts[1:], value, path)
+    elif dataclasses.is_dataclass(old):
+        raise UserError(f"{path} is a group of fields; set one of {', '.join(f.name for f in dataclasses.fields(old))}")
+    elif isinstance(old, float) and type(value) is int:
+        value = float(value)
+    elif old is not None and value is not None and type(value) is not type(old):
+        raise UserError(f"{path}={value!r} must be a {type(old).__name__}, like {old!r}")
+    return dataclasses.replace(config, **{parts[0]: value})

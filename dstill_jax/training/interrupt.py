@@ -1,0 +1,62 @@
+"""Stopping on a signal: finish the step, save, say how to resume.
+
+Used by `loop.py`; the command line catches `Interrupted`.
+"""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+
+class Interrupted(Exception):
+    """A run stopped at a signal, with everything saved. Running the same command again continues it."""
+
+    def __init__(self, signum: int, step: int, total_steps: int, checkpoint: Path | None) -> None:
+        self.signum, self.step, self.total_steps, self.checkpoint = signum, step, total_steps, checkpoint
+        saved = "nothing to save yet" if checkpoint is None else f"saved in {checkpoint}"
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name} after step {step} of {total_steps}, {saved};"
+            " run the same command again to resume"
+        )
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT only set a flag, whatever the program is busy with.
+
+    A signal during compilation, evaluation or saving is thus kept until the next step ends. A second SIGINT raises
+    `KeyboardInterrupt` at once: the last checkpoint is what remains. Outside the main thread it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._previous[signum] = signal.signal(signum, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    def _received(self, signum: int, _: FrameType | None) -> None:
+        if self.signum is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+    def agreed(self) -> int | None:
+        """The signal that any process received; every process must call this at the same step."""
+        if jax.process_count() == 1:
+            return self.signum
+        from jax.experimental import multihost_utils
+
+        received = np.asarray(multihost_utils.process_allgather(np.int32(self.signum or 0)))
+        return int(received.max()) or None

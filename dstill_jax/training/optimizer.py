@@ -1,0 +1,85 @@
+"""The optimiser: AdamW on float32 weights, its learning rate a function of the step.
+
+Built by `loop.py` from an `OptimizerConfig`, used by `state.py` (moments) and `step.py` (updates).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dstill_jax.dims import Params
+from dstill_jax.errors import UserError
+from dstill_jax.training.config import OptimizerConfig
+
+Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
+
+_NEVER_DECAYED = ("scale", "bias")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a train step needs to turn a gradient into new weights.
+
+    `transform` yields the update *before* the learning rate: the rate is read from `schedule` at the step of the train
+    state, so steps that are counted but move nothing (empty batches) do not shift it, nor does resuming.
+    """
+
+    transform: optax.GradientTransformation
+    schedule: Schedule  # number of completed steps -> learning rate of the next step
+    ema_decay: float
+
+
+def build_optimizer(config: OptimizerConfig, total_steps: int) -> Optimizer:
+    """AdamW: clip by global norm, Adam moments, decoupled weight decay on matrices, warm-up and cosine."""
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    transform = optax.chain(
+        clip,
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+    )
+    return Optimizer(transform, build_schedule(config, total_steps), config.ema_decay)
+
+
+def build_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
+    """Linear warm-up to the peak, then cosine; the first step has a rate above zero, the last the final rate."""
+    warmup = min(round(config.warmup_fraction * total_steps), total_steps - 1)
+    curve = optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if warmup else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=total_steps,
+        end_value=config.learning_rate * config.final_lr_fraction,
+    )
+    # Evaluated one step ahead: optax starts at rate zero, which would waste the first step.
+    return lambda step: jnp.asarray(curve(step + 1), jnp.float32)
+
+
+def decay_mask(params: Params) -> Params:
+    """True for the weights that decay: matrices, but no norm scale or bias even where layers are stacked (`[L, D]`)."""
+
+    def decays(path: jax.tree_util.KeyPath, leaf: Array) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return leaf.ndim >= 2 and name not in _NEVER_DECAYED
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def require_float32(tree: object, what: str) -> None:
+    """Raises `UserError` listing every floating-point leaf of `tree` that is not float32.
+
+    Lower precision would silently freeze small weights: an update below half a bfloat16 step rounds to nothing.
+    """
+    wrong = [
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')} ({leaf.dtype})"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float32
+    ]
+    if wrong:
+        raise UserError(
+            f"{what} must be float32 for training, but {', '.join(wrong[:8])}{' ...' if len(wrong) > 8 else ''}"
+            f" {'is' if len(wrong) == 1 else 'are'} not; cast to float32 (compute may still be bfloat16)"
+        )

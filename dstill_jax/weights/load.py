@@ -1,0 +1,267 @@
+"""Load and save targets and drafters: the entry points of `weights/`, for users and the command line.
+
+Folders are Hugging Face folders (targets) and public DFlash folders (drafters). Tensors pass through memory one by one;
+with stacked layers, one weight kind (all its layers) at a time.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.dims import Params
+from dstill_jax.errors import UserError
+from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.target import Target
+from dstill_jax.weights.folders import read_json, resolve_folder, write_json
+from dstill_jax.weights.hf_config import (
+    check_drafter_matches,
+    drafter_config_dict,
+    parse_drafter_config,
+    parse_target_config,
+    target_config_dict,
+)
+from dstill_jax.weights.names import (
+    TensorEntry,
+    drafter_entries,
+    is_ignorable,
+    match_tree,
+    set_leaf,
+    target_entries,
+)
+from dstill_jax.weights.safetensors_io import (
+    WEIGHTS_FILE,
+    WeightFiles,
+    aligned_empty,
+    file_dtype,
+    numpy_dtype,
+    open_weights,
+    write_safetensors,
+)
+
+CONFIG_FILE = "config.json"
+PROVENANCE_FILE = "dstill.json"  # beside the public layout, so that no other loader meets an unknown key
+
+Place = Callable[[tuple[str, ...], np.ndarray], Any]
+"""Puts one finished host array where it will live, given its path in the parameter tree."""
+
+
+def load_target(
+    path_or_hub_id: str | os.PathLike[str], dtype: str = "float32", scan_layers: bool | None = None
+) -> Target:
+    """A frozen target from a Hugging Face folder or hub id (Qwen3 and Llama-3.x).
+
+    Args:
+      path_or_hub_id: a folder with `config.json` and safetensors (one file or shards in bf16, f16 or f32), or a hub id.
+      dtype: of the parameters: "float32", "bfloat16" or "float16".
+      scan_layers: True stacks the layers' parameters on a leading axis; None: stacked unless the backend is a CPU.
+
+    Raises:
+      UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named.
+
+    Example:
+      >>> target = load_target("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
+    """
+    wanted = numpy_dtype(dtype)
+    folder = resolve_folder(path_or_hub_id)
+    generation_file = folder / "generation_config.json"
+    with _blaming(folder / CONFIG_FILE):
+        generation = read_json(generation_file) if generation_file.exists() else None
+        config = parse_target_config(read_json(folder / CONFIG_FILE), generation)
+    files = open_weights(folder)
+    with _blaming(folder):
+        entries = target_entries(config)
+        check_tensors(files, entries, config)
+        stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
+        params = read_params(files, entries, wanted, stacked)
+    return Target(config, params, str(folder), files.fingerprint((folder / CONFIG_FILE).read_bytes()))
+
+
+def load_drafter(
+    path_or_hub_id: str | os.PathLike[str], target: Target | None = None, dtype: str = "float32"
+) -> Drafter:
+    """A drafter in the public DFlash layout.
+
+    Args:
+      path_or_hub_id: a folder with `config.json` and `model.safetensors`, or a hub id.
+      target: when given, the drafter must have been made for a target of this shape.
+      dtype: of the parameters: "float32", "bfloat16" or "float16".
+
+    Raises:
+      UserError: the folder cannot be represented exactly, or does not fit the target; both values are named.
+    """
+    wanted = numpy_dtype(dtype)
+    folder = resolve_folder(path_or_hub_id)
+    with _blaming(folder / CONFIG_FILE):
+        config = parse_drafter_config(read_json(folder / CONFIG_FILE))
+        if target is not None:
+            check_drafter_matches(config, target.config)
+    files = open_weights(folder)
+    with _blaming(folder):
+        entries = drafter_entries(config)
+        check_tensors(files, entries, config)
+        params = read_params(files, entries, wanted, stacked=False)
+    provenance = folder / PROVENANCE_FILE
+    fingerprint = read_json(provenance).get("target_fingerprint") if provenance.exists() else None
+    return Drafter(config, params, str(folder), fingerprint)
+
+
+def save_target(path: str | os.PathLike[str], config: TargetConfig, params: Params, dtype: str = "float32") -> None:
+    """Write a target as a Hugging Face folder (`config.json`, `model.safetensors`); other files there are kept.
+
+    Args:
+      params: unrolled or stacked.
+
+    Raises:
+      UserError: the parameters do not fit the config, or the folder holds other weights.
+      OSError: the disk is full or not writable.
+    """
+    pairs = match_tree(target_entries(config), params)
+    _save(Path(path), target_config_dict(config, _checked(dtype)), pairs, dtype)
+
+
+def save_drafter(
+    path: str | os.PathLike[str], drafter: Drafter, target_config: TargetConfig, dtype: str = "bfloat16"
+) -> None:
+    """Write a drafter in the public DFlash layout; the target's fingerprint goes to a file of its own.
+
+    Raises:
+      UserError: the drafter does not fit the target or its own config, or the folder holds other weights.
+      OSError: the disk is full or not writable.
+    """
+    folder = Path(path)
+    config = drafter_config_dict(drafter.config, target_config, _checked(dtype))
+    pairs = match_tree(drafter_entries(drafter.config), drafter.params)
+    provenance = {"target_fingerprint": drafter.target_fingerprint} if drafter.target_fingerprint else None
+    _save(folder, config, pairs, dtype, provenance)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def check_tensors(files: WeightFiles, entries: list[TensorEntry], config: TargetConfig | DrafterConfig) -> None:
+    """Every tensor of the map is there with its shape, and every tensor there is in the map.
+
+    Raises:
+      UserError: naming the missing, leftover or misshapen tensors.
+    """
+    wanted = {entry.name for entry in entries}
+    missing = [entry.name for entry in entries if entry.name not in files.tensors]
+    leftover = [name for name in files.tensors if name not in wanted and not is_ignorable(name, config)]
+    if missing:
+        extra = f"; not in the config: {_some(leftover)}" if leftover else ""
+        raise UserError(f"the weights lack {_some(missing)}, which the config asks for{extra}")
+    if leftover:
+        raise UserError(f"the config has no place for {_some(leftover)}; the model is not what its config says")
+    for entry in entries:
+        if files.tensors[entry.name].shape != entry.shape:
+            raise UserError(
+                f"{entry.name} has shape {list(files.tensors[entry.name].shape)} in the weights,"
+                f" the config says {list(entry.shape)}"
+            )
+
+
+def read_params(
+    files: WeightFiles,
+    entries: list[TensorEntry],
+    dtype: np.dtype,
+    stacked: bool,
+    place: Place | None = None,
+) -> Params:
+    """The parameter tree, filled tensor by tensor; `place` decides where each array goes (default: one device)."""
+    place = place or (lambda path, array: jax.device_put(array))
+    groups: dict[tuple[str, ...], list[TensorEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.tree_path(stacked), []).append(entry)
+    params: Params = {}
+    for path, group in groups.items():
+        if stacked and group[0].layer is not None:
+            array = aligned_empty((len(group), *group[0].tree_shape), dtype)
+            for entry in group:
+                array[entry.layer] = _read_cast(files, entry, dtype)
+        else:
+            array = _read_cast(files, group[0], dtype)
+        set_leaf(params, path, place(path, array))
+    return params
+
+
+def _read_cast(files: WeightFiles, entry: TensorEntry, dtype: np.dtype) -> np.ndarray:
+    value = files.read(entry.name)
+    if value.dtype == dtype and not entry.transpose:
+        return value
+    result = aligned_empty(entry.tree_shape, dtype)
+    with np.errstate(over="ignore"):
+        np.copyto(result, value.T if entry.transpose else value, casting="unsafe")
+    if dtype == np.float16 and value.dtype != dtype and not np.isfinite(result).all():
+        raise UserError(f"{entry.name} does not fit into float16; load it as bfloat16 or float32")
+    return result
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    folder: Path,
+    config: dict[str, Any],
+    pairs: list[tuple[TensorEntry, Any, bool]],
+    dtype: str,
+    provenance: dict[str, Any] | None = None,
+) -> None:
+    """Everything is written aside, then moved in, `config.json` last.
+
+    A full disk leaves the folder as it was; a save killed between two moves leaves it without a config: not loadable.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder to save to")
+    folder.mkdir(parents=True, exist_ok=True)
+    others = [p.name for p in sorted(folder.iterdir()) if ".safetensors" in p.suffixes and p.name != WEIGHTS_FILE]
+    if others:
+        raise UserError(f"{folder} holds other weights ({_some(others)}); save to a folder of its own")
+    specs = [(entry.name, entry.shape, file_dtype(dtype)) for entry, _, _ in pairs]
+    staging = folder / f".saving.{os.getpid()}"
+    staging.mkdir(exist_ok=True)
+    try:
+        write_safetensors(staging / WEIGHTS_FILE, specs, _host_values(pairs, numpy_dtype(dtype)))
+        if provenance is not None:
+            write_json(staging / PROVENANCE_FILE, provenance)
+        write_json(staging / CONFIG_FILE, config)
+        for name in (CONFIG_FILE, PROVENANCE_FILE):
+            (folder / name).unlink(missing_ok=True)
+        for name in (WEIGHTS_FILE, PROVENANCE_FILE, CONFIG_FILE):
+            if (staging / name).exists():
+                os.replace(staging / name, folder / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _host_values(pairs: list[tuple[TensorEntry, Any, bool]], dtype: np.dtype) -> Iterator[np.ndarray]:
+    for entry, leaf, over_layers in pairs:
+        value = np.asarray(leaf[entry.layer] if over_layers else leaf)
+        yield np.ascontiguousarray(value.T if entry.transpose else value, dtype)
+
+
+def _checked(dtype: str) -> str:
+    file_dtype(dtype)
+    return dtype
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+@contextlib.contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Puts the file's or folder's name before a message that does not have it."""
+    try:
+        yield
+    except UserError as error:
+        if str(path) in str(error):
+            raise
+        raise UserError(f"{path}: {error}") from error

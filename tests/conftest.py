@@ -1,0 +1,39 @@
+"""Settings of every test: CPU, no network, no silent broadcasting, fixed seeds, a cache folder of its own."""
+
+import os
+
+# Before jax or a hub client is imported. Set JAX_PLATFORMS to run the same tests on another device.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+
+import random
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+
+# Fixed examples, and no deadline: the first example of a shape pays for its compilation.
+hypothesis.settings.register_profile("dstill", derandomize=True, deadline=None, database=None, max_examples=25)
+hypothesis.settings.load_profile("dstill")
+
+
+@pytest.fixture(autouse=True)
+def fixed_global_seeds() -> None:
+    """Tests draw from generators of their own; libraries that use the global ones get the same numbers each time."""
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("dstill_cache"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, empty_cache: str) -> None:
+    """Fast tests neither read nor write the user's cache; slow ones share it, since they fetch a model of 98 MB."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setenv("DSTILL_CACHE", empty_cache)

