@@ -100,7 +100,7 @@ class ViewMix:
 def sample_views(
     key: Array,
     shares: Float[Array, "4"],
-    prefix_decay: float,
+    prefix_decay: Float[Array, ""] | float,
     blocks: Blocks,
     confidence: Float[Array, "B A K"] | None = None,
 ) -> Bool[Array, "B A K"]:

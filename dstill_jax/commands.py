@@ -74,8 +74,7 @@ def run_train(args: argparse.Namespace) -> int:
 def run_generate(args: argparse.Namespace) -> None:
     from dstill_jax.decoding.generate import stream
     from dstill_jax.decoding.sampling import SamplingConfig
-    from dstill_jax.evaluation.colour import IncrementalDecoder, to_ansi
-    from dstill_jax.evaluation.colour import Segment, token_slots
+    from dstill_jax.evaluation.colour import IncrementalDecoder, Segment, to_ansi, token_slots
 
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     target, drafter = load_pair(args)
@@ -246,8 +245,7 @@ def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:
 
     Raises UserError for a missing or failing file, an unknown field and a value that does not parse.
     """
-    from dstill_jax.runs import RunConfig
-    from dstill_jax.runs import override
+    from dstill_jax.runs import RunConfig, override
 
     if not Path(path).is_file():
         raise UserError(f"config {path!r} is not a file; give a Python file that exports CONFIG")

@@ -109,6 +109,8 @@ class DrafterConfig:
         for i in self.target_layer_ids:
             if not 0 <= i < self.num_target_layers:
                 raise UserError(f"target_layer_ids has {i}, but the target has layers 0..{self.num_target_layers - 1}")
+        if len(set(self.target_layer_ids)) < len(self.target_layer_ids):
+            raise UserError(f"target_layer_ids={self.target_layer_ids} names a layer more than once")
 
     @property
     def num_taps(self) -> int:

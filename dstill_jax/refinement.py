@@ -19,7 +19,7 @@ CommitOrder = Literal["confidence", "quota", "left_to_right"]
 
 confidence: every slot at least `threshold` sure, and never fewer than the quota.
 quota: the surest ceil(remaining / passes left) slots.
-left_to_right: the next ceil((K - 1) / passes) slots, in order; with K - 1 passes this is the quality ceiling.
+left_to_right: the next ceil(remaining / passes left) slots, in order; with K - 1 passes this is the quality ceiling.
 """
 
 HiddenFn = Callable[[Int[Array, "B A K"], Int[Array, "B A R"]], Float[Array, "B A R D"]]

@@ -109,7 +109,7 @@ def run_stage(
       training.Interrupted: after saving on SIGTERM or SIGINT.
     """
     out = Path(config.out)
-    target = target or load_target(config.target, dtype=config.compute_dtype)
+    target = target or load_target(config.target, dtype=config.compute_dtype, scan_layers=False)
     dataset = ConversationDataset(config.data)
     drafter, trainable = _begin(config, target)
     live = _check_features(config, dataset, drafter, target)
@@ -158,7 +158,8 @@ def _begin(config: RunConfig, target: Target) -> tuple[DrafterConfig, Params]:
 
 def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:
     """Whether features have to be computed in the step. Stored ones must be of this target and of these taps."""
-    made_by = dataset.provenance.get("target_fingerprint")
+    inputs = dataset.provenance["inputs"]
+    made_by = inputs.get("target_fingerprint")
     if made_by not in (None, target.fingerprint):
         raise UserError(
             f"{config.data} holds answers of target {str(made_by)[:12]}, the run's target is"
@@ -166,7 +167,7 @@ def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: Dr
         )
     if not dataset.feature_width:
         return True
-    stored = tuple(dataset.provenance.get("tap_ids", ()))
+    stored = tuple(inputs.get("tap_ids", ()))
     if stored != drafter.target_layer_ids:
         raise UserError(
             f"{config.data} stores taps {stored}, the drafter reads {drafter.target_layer_ids}; prepare it with those"

@@ -10,10 +10,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a f
 import random
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
-
 
 # Fixed examples, and no deadline: the first example of a shape pays for its compilation.
 hypothesis.settings.register_profile("dstill", derandomize=True, deadline=None, database=None, max_examples=25)

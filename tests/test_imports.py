@@ -16,7 +16,8 @@ LAYERS = (
     {"blocks", "refinement", "losses", "sharding", "models"},
     {"distill", "decoding"},
     {"training", "data", "weights", "evaluation", "planning"},
-    {"cli", "demo"},
+    {"runs"},
+    {"cli", "commands", "demo"},
 )
 NEVER = {
     "decoding": {"training", "data", "distill"},

@@ -70,7 +70,7 @@ class BlockDiffusion:
 
     def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
         config, params = spec.drafter, weights.drafter
-        assert config is not None
+        assert config is not None and params is not None
         K = self.draft_tokens + 1
         anchor = state.length - 1
         positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]

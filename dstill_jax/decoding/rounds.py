@@ -34,7 +34,9 @@ def _remember(
     """
     context = state.context
     batch = jnp.arange(positions.shape[0])[:, None]
+    assert out.cache is not None
     if spec.drafter is not None:
+        assert weights.drafter is not None
         wanted = spec.drafter.target_layer_ids
         D = spec.target.hidden_size
         taps = jnp.concatenate([out.taps[..., i * D : (i + 1) * D] for i in map(spec.tap_ids.index, wanted)], -1)

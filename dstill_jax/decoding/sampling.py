@@ -60,7 +60,8 @@ def filter_logits(logits: Float[Array, "*batch V"], draw: Draw) -> Float[Array, 
     kept = jnp.where(ordered >= kth, ordered, -jnp.inf)
     probability = jax.nn.softmax(kept, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # mass of the strictly likelier tokens
-    last = jnp.sum((before < draw.top_p) & (kept > -jnp.inf), axis=-1, keepdims=True) - 1
+    within = (before < draw.top_p) | (draw.top_p >= 1)  # rounding must not cut the tail when nothing is to be cut
+    last = jnp.sum(within & (kept > -jnp.inf), axis=-1, keepdims=True) - 1
     threshold = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
     return jnp.where(logits >= jnp.maximum(threshold, kth), logits, -jnp.inf)
 

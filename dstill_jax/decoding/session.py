@@ -162,7 +162,7 @@ class Session:
             )
         self.target, self.drafter = target, drafter
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
-        self.prompt_capacity = _bucket(max_prompt_tokens)
+        self.max_prompt_tokens = max_prompt_tokens
         self.capacity = _bucket(max_prompt_tokens + max_new_tokens + proposer.draft_tokens + 1)
         self.spec = DecodeSpec.make(
             target.config, None if drafter is None else drafter.config, proposer, sampling, record_taps
@@ -207,8 +207,8 @@ class Session:
         n, vocab = len(request.tokens), self.target.config.vocab_size
         if n < 1:
             raise UserError(f"prompt {request.id} is empty; give at least one token")
-        if _bucket(n) > self.prompt_capacity:
-            raise UserError(f"prompt {request.id} has {n} tokens, this session takes {self.prompt_capacity}")
+        if n > self.max_prompt_tokens:  # it would not fit the cache
+            raise UserError(f"prompt {request.id} has {n} tokens, more than max_prompt_tokens={self.max_prompt_tokens}")
         bad = [t for t in request.tokens if not 0 <= t < vocab]
         if bad:
             raise UserError(f"prompt {request.id} has token id {bad[0]}, outside the vocabulary of {vocab}")
@@ -267,8 +267,8 @@ def decode_requests(
     """Decodes a stream of requests with `batch_size` rows in flight; see `Session` for the options.
 
     Raises:
-      UserError: for an empty prompt, one longer than `max_prompt_tokens` rounded up to a multiple of 64, or a token id
-        outside the vocabulary, when its turn comes.
+      UserError: for an empty prompt, one longer than `max_prompt_tokens`, or a token id outside the vocabulary, when its
+        turn comes.
     """
     session = Session(
         target,

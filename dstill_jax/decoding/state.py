@@ -48,7 +48,8 @@ class DecodeState(NamedTuple):
 class Proposer(Protocol):
     """Drafts W tokens for every row. Implementations are frozen dataclasses: static, hashable."""
 
-    draft_tokens: int  # W
+    @property
+    def draft_tokens(self) -> int: ...  # W
 
     def propose(self, spec: "DecodeSpec", weights: Weights, state: DecodeState) -> Int[Array, "B W"]: ...
 

@@ -112,6 +112,16 @@ def to_columns(frozen: Frozen, tokens: Int[Array, "*batch"]) -> Int[Array, "*bat
     return tokens if frozen.label_map is None else frozen.label_map[tokens]
 
 
+def banned_columns(task: Task, frozen: Frozen) -> Bool[Array, "V'"]:
+    """Head columns that are never drafted: the mask token's, and any that stands for no token."""
+    columns = jnp.arange(frozen.head.shape[1])
+    if frozen.label_map is None:
+        return columns == task.drafter.mask_token_id
+    used = jnp.where(frozen.label_map >= 0, frozen.label_map, columns.size)
+    named = jnp.zeros(columns.size, bool).at[used].set(True, mode="drop")
+    return ~named | (columns == frozen.label_map[task.drafter.mask_token_id])
+
+
 class TeacherView(NamedTuple):
     """What stage 2 adds to a comparison."""
 

@@ -45,11 +45,9 @@ def _first_pass_confidence(
     tokens = blocks_lib.mask_tokens(data.blocks.tokens, slots, task.drafter.mask_token_id)
     hidden = jax.lax.stop_gradient(conditioning.run_pass(task, frozen, params, data, context, tokens))
     _, sure = greedy_with_confidence(
-        hidden.reshape(-1, hidden.shape[-1]), frozen.head, _mask_column(task, frozen), task.head_chunk
+        hidden.reshape(-1, hidden.shape[-1]),
+        frozen.head,
+        conditioning.banned_columns(task, frozen),
+        task.head_chunk,
     )
     return sure.reshape(hidden.shape[:-1])
-
-
-def _mask_column(task: Task, frozen: Frozen) -> Array | int | None:
-    """Head column of the mask token, which is never drafted; None when the training vocabulary lacks it."""
-    return task.drafter.mask_token_id if frozen.label_map is None else None

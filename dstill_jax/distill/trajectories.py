@@ -26,12 +26,12 @@ def teacher_trajectory(
     """
     context = conditioning.project(task, teacher, data)
     columns = None if frozen.label_map is None else column_tokens(frozen)
+    banned = conditioning.banned_columns(task, frozen)
 
     def hidden_fn(tokens: Array, slots: Array) -> Array:
         return conditioning.run_pass(task, frozen, teacher, data, context, tokens, slots)
 
     def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
-        banned = task.drafter.mask_token_id if columns is None else None
         flat = hidden.reshape(-1, hidden.shape[-1])
         best, sure = greedy_with_confidence(flat, frozen.head, banned, task.head_chunk)
         best = best if columns is None else columns[best]
@@ -53,7 +53,7 @@ def teacher_trajectory(
 
 
 def column_tokens(frozen: Frozen) -> Int[Array, "V'"]:
-    """Token id of each head column: the inverse of `label_map`."""
+    """Token id of each head column: the inverse of `label_map`; 0, and banned, where a column stands for none."""
     assert frozen.label_map is not None
     V = frozen.label_map.shape[0]
     target = jnp.where(frozen.label_map >= 0, frozen.label_map, frozen.head.shape[1])

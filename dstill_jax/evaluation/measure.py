@@ -96,7 +96,7 @@ def measure(
         device=device_name(),
         dtype=str(target.dtype),
         max_new_tokens=config.max_new_tokens,
-        seeds=(config.seed,),
+        seeds={"sampling": config.seed},
         versions=installed_versions(),
         commit=current_commit(),
         command=command,

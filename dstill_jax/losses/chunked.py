@@ -123,15 +123,13 @@ def row_losses(
 def greedy_with_confidence(
     hidden: Float[Array, "R D"],
     head: Float[Array, "D V"],
-    banned: Int[Array, ""] | int | None,
+    banned: Bool[Array, "V"],
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
-    """The most likely token of each row, `banned` excepted, and its probability."""
+    """The most likely column of each row, those in `banned` excepted, and its probability."""
 
     def one(h: Array) -> tuple[Array, Array]:
-        logits = _logits(h, head)
-        if banned is not None:
-            logits = logits.at[:, banned].set(-jnp.inf)
+        logits = jnp.where(banned, -jnp.inf, _logits(h, head))
         best = jnp.argmax(logits, axis=-1)
         return best, jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
 

@@ -194,7 +194,12 @@ def forward(
       cache: where keys and values are appended, at slots start .. start + N - 1; None runs without one.
       tap_ids: 0-based layers whose outputs (before the final norm) are returned, in this order.
       attention_mask: True where a row may attend; default: causal, over the cache slots when there is a cache.
+
+    Raises:
+      UserError: `tap_ids` names a layer twice, or one that the target does not have.
     """
+    if len(set(tap_ids)) < len(tap_ids) or not set(tap_ids) <= set(range(config.num_layers)):
+        raise UserError(f"tap_ids={tap_ids} must be distinct layers of 0..{config.num_layers - 1}")
     if attention_mask is None:
         if cache is None:
             attention_mask = jnp.broadcast_to(causal_mask(tokens.shape[1]), (*tokens.shape, tokens.shape[1]))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 SPLIT_RULES = ("gpt-2", "smollm")
-"""Pre-tokenizer rules: `gpt-2` = the GPT-2 regular expression; `smollm` = every digit on its own first, then the same."""
+"""Pre-tokenizer rules: `gpt-2` = the GPT-2 regular expression; `smollm` = each digit on its own, then the same."""
 
 
 def build_tokenizer(

@@ -64,7 +64,8 @@ def locked(path: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yields an empty working folder that takes the name `path` when the block ends without an error.
 
-    Whatever stood at `path` is replaced. A working folder left by a killed run is cleared first. Call under `locked(path)`.
+    Whatever stood at `path` is replaced. A working folder left by a killed run is cleared first. Call under
+    `locked(path)`.
     """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Models and prompts that need no model hub: `fetch("smollm2" | "gsm8k" | "humaneval" | "tiny")`.
 
-Called by the command line (`dstill fetch`), the demo and tests. Everything lands in the cache folder, is checked, and is
-there at once the second time.
+Called by the command line (`dstill fetch`), the demo and tests. Everything lands in the cache folder, is checked, and
+is there at once the second time.
 """
 
 import gzip
@@ -51,9 +51,9 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
     """Fetches one embedded model or prompt set, unless it is already there, and says where it is.
 
     Args:
-        name: "smollm2" (a Hugging Face folder with SmolLM2-135M-Instruct in float32), "gsm8k" and "humaneval" (a JSONL file
-            of prompts), or "tiny" (a Hugging Face folder with a small model trained here, no network needed, about
-            100 s; its own prompts lie beside the weights, see `tiny.train_tiny`).
+        name: "smollm2" (a Hugging Face folder with SmolLM2-135M-Instruct in float32), "gsm8k" and "humaneval" (a JSONL
+            file of prompts), or "tiny" (a Hugging Face folder with a small model trained here, no network needed,
+            about 100 s; its own prompts lie beside the weights, see `tiny.train_tiny`).
         cache_dir: the cache folder; None: `$DSTILL_CACHE`, else `~/.cache/dstill_jax`.
         report: told in a line what is being done, when it takes time.
 
@@ -71,8 +71,9 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
 def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
     """Splits GSM8K rows into (for training, held out), the same way each time, order kept.
 
-    The source is GSM8K's *test* file, so a row used for training must never be used for evaluation: evaluate on the second
-    list only, and say so next to every figure. A row's side is a function of its `id` alone: about one in ten is held out.
+    The source is GSM8K's *test* file, so a row used for training must never be used for evaluation: evaluate on the
+    second list only, and say so next to every figure. A row's side is a function of its `id` alone: about one in ten is
+    held out.
     """
     kept: tuple[list[dict], list[dict]] = ([], [])
     for row in rows:

@@ -1,7 +1,8 @@
 """GGUF files turned into ordinary Hugging Face folders, in float32.
 
-Called by `embedded`. Covers the Llama architecture with a byte-level BPE tokenizer; anything else in the file that would
-change the model's output (rope scaling, experts, biases, an unknown split rule, a leftover tensor) is refused by name.
+Called by `embedded`. Covers the Llama architecture with a byte-level BPE tokenizer; anything else in the file that
+would change the model's output (rope scaling, experts, biases, an unknown split rule, a leftover tensor) is refused by
+name.
 Needs the packages `gguf` and `tokenizers` (extra `embedded`), only here.
 """
 
@@ -58,8 +59,8 @@ def convert_gguf(
     """Writes `folder` as a Hugging Face model folder holding the GGUF file's weights in float32.
 
     The folder appears only when complete: config.json, generation_config.json, model.safetensors, tokenizer.json,
-    tokenizer_config.json, provenance.json. Memory: one tensor at a time. Callers that may meet another process in the same
-    place hold `cache_folder.locked(folder)`.
+    tokenizer_config.json, provenance.json. Memory: one tensor at a time. Callers that may meet another process in the
+    same place hold `cache_folder.locked(folder)`.
 
     Args:
         gguf_file: the file to read.

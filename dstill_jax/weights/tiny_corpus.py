@@ -92,7 +92,7 @@ def prompt_rows(
     count: int,
     seed: int,
 ) -> list[dict[str, str]]:
-    """Up to `count` prompts {"id", "prompt"}: pieces of `PROMPT_TOKENS` tokens, decoded to text, in a fixed random order.
+    """Up to `count` prompts {"id", "prompt"}: pieces of `PROMPT_TOKENS` tokens as text, in a fixed random order.
 
     Pieces that are cut inside a character, repeat another one, or come back from the tokenizer as more than
     `PROMPT_TOKENS_AT_MOST` tokens are left out.

@@ -1,4 +1,4 @@
-"""The embedded default: names, prompt rows, the fixed split. Wheels are replaced by local files; real ones when slow."""
+"""The embedded default: names, prompt rows, the fixed split. Wheels are replaced by local files."""
 
 import gzip
 import json

@@ -1,0 +1,39 @@
+"""Stage 2 on SmolLM2-135M-Instruct: distil seven left-to-right passes of the stage-1 drafter into one.
+
+Command:  dstill train configs/smollm2_stage2.py        (after configs/smollm2_stage1.py)
+Hardware: any; on two CPU cores a step takes about twice a stage-1 step.
+Expected: see the table of `dstill demo` in the README (arm A4 against A1c). This longer one has not been run yet.
+
+Slot 1 keeps the text's own token; later slots follow the teacher's distribution at the moment it committed them.
+Other choices, as overrides:
+  hard tokens          objective.loss.rest.teacher_kl=0 objective.loss.rest.hard_ce=1
+  after the error only objective.loss.teacher_slots=after_error objective.loss.data_slots=until_error
+  confidence teacher   objective.order=confidence objective.passes=4
+  no curriculum        objective.curriculum.kind=full
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+from dstill_jax.distill.config import StageTwoConfig
+from dstill_jax.losses.config import LossConfig, TermWeights
+
+_STAGE1 = runpy.run_path(str(Path(__file__).with_name("smollm2_stage1.py")))
+_LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0), gamma=4.0)
+
+
+def _distil(config, out: str, steps: int):
+    return dataclasses.replace(
+        config,
+        objective=StageTwoConfig(_LOSS),
+        out=out,
+        new=None,
+        start_from=f"{config.out}/drafter",
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=config.optimizer.learning_rate / 2),
+        train=dataclasses.replace(config.train, total_steps=steps),
+    )
+
+
+CONFIG = _distil(_STAGE1["CONFIG"], "runs/smollm2/stage2", 4000)
+TINY = _distil(_STAGE1["TINY"], "runs/tiny/stage2", 100)
