@@ -8,8 +8,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
 
 import random
+from collections.abc import Iterator
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -35,3 +37,11 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, e
     """Fast tests neither read nor write the user's cache; slow ones share it, since they fetch a model of 98 MB."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setenv("DSTILL_CACHE", empty_cache)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For modules that compile much and compute little: XLA's expensive passes are left out, which halves their time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -9,6 +9,8 @@ from dstill_jax import blocks as blocks_lib
 from dstill_jax.blocks import Blocks, ViewMix
 from dstill_jax.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 K = 5
 
 
@@ -127,9 +129,7 @@ def all_scored(number: int, slots: int) -> Blocks:
     shape = (1, number, slots)
     scored = np.broadcast_to(np.arange(slots) > 0, shape)
     anchors = np.zeros((1, number), np.int32)
-    return Blocks(
-        anchors, anchors == 0, np.ones(shape, np.int32), scored, np.zeros(shape, np.int32)
-    )
+    return Blocks(anchors, anchors == 0, np.ones(shape, np.int32), scored, np.zeros(shape, np.int32))
 
 
 def views_of(mix: ViewMix, slots: int, number: int = 20000, seed: int = 0, confidence=None) -> np.ndarray:

@@ -12,6 +12,8 @@ import pytest
 from dstill_jax import refinement
 from dstill_jax.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 K, MASK, ANCHORS = 7, 50, np.array([[3, 8, 11], [2, 3, 40]], np.int32)
 PRIMES = np.array([2, 3, 5, 7, 11, 13, 17])
 
@@ -106,10 +108,7 @@ def test_left_to_right_with_a_slot_a_pass_is_sequential_greedy_decoding():
 
 
 def test_one_pass_is_the_same_in_every_order():
-    first, *others = (
-        refine(1, order).tokens
-        for order in ("confidence", "quota", "left_to_right")
-    )
+    first, *others = (refine(1, order).tokens for order in ("confidence", "quota", "left_to_right"))
     assert all((first == other).all() for other in others)
 
 

@@ -14,42 +14,42 @@ from dstill_jax.models.target import Target
 
 
 def target_config(**changes) -> TargetConfig:
-    settings = dict(
-        family="qwen3",
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10000.0),
-        qk_norm=True,
-        attention_bias=False,
-        tie_embeddings=False,
-        max_position_embeddings=512,
-    )
+    settings = {
+        "family": "qwen3",
+        "vocab_size": 37,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=10000.0),
+        "qk_norm": True,
+        "attention_bias": False,
+        "tie_embeddings": False,
+        "max_position_embeddings": 512,
+    }
     return TargetConfig(**{**settings, **changes})
 
 
 def drafter_config(target: TargetConfig, **changes) -> DrafterConfig:
-    settings = dict(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=20,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10000.0),
-        block_size=5,
-        mask_token_id=target.vocab_size - 1,
-        target_layer_ids=(0, 1),
-        num_target_layers=target.num_layers,
-        max_position_embeddings=512,
-    )
+    settings = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 20,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=10000.0),
+        "block_size": 5,
+        "mask_token_id": target.vocab_size - 1,
+        "target_layer_ids": (0, 1),
+        "num_target_layers": target.num_layers,
+        "max_position_embeddings": 512,
+    }
     return DrafterConfig(**{**settings, **changes})
 
 
@@ -136,9 +136,7 @@ def block_logits(target: Target, config: DrafterConfig, params: dict, row, lengt
     """Drafter logits [K, V] for the block after the first `length` tokens of one document, written the direct way."""
     padded = np.zeros(width, np.int32)
     padded[:length] = np.asarray(row)[:length]
-    _, logits = _block_logits(
-        target.config, target.params, config, params, padded, length, np.asarray(block, np.int32)
-    )
+    _, logits = _block_logits(target.config, target.params, config, params, padded, length, np.asarray(block, np.int32))
     return np.asarray(logits, np.float64)
 
 

@@ -198,7 +198,9 @@ def _generate(
     make_folder(work)
     width = _width(config, backend.facts)
     done = read_answers(work, width)
-    pending = [GenerationRequest(i, plan.prompts[i], config.seed) for i in range(len(plan.rows)) if i not in done]
+    # Prompts of like length are prefilled together, so that little of a batch is padding; ids keep the rows' order.
+    missing = sorted((i for i in range(len(plan.rows)) if i not in done), key=lambda i: len(plan.prompts[i]))
+    pending = [GenerationRequest(i, plan.prompts[i], config.seed) for i in missing]
     if config.record_features:
         upper = sum(len(request.tokens) + config.max_new_tokens for request in pending)
         needed = estimate_feature_bytes(upper, len(config.tap_ids), backend.facts.hidden_size)

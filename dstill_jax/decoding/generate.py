@@ -1,16 +1,20 @@
 """`generate`: prompts in, tokens out, one call; and the drafter's raw logits for one block."""
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session, check_pair
+from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
@@ -133,19 +137,32 @@ def draft_logits(
             f"{len(prompt_ids)=} must be at least 1 and {len(block_ids)=} between 1 and"
             f" block_size={drafter.config.block_size}"
         )
-    config, n = drafter.config, len(prompt_ids)
+    bad = [t for t in (*prompt_ids, *block_ids) if not 0 <= t < target.config.vocab_size]
+    if bad:
+        raise UserError(f"token id {bad[0]} is outside the vocabulary of {target.config.vocab_size}")
+    prompt, block = (jnp.asarray(np.asarray(ids, np.int32))[None] for ids in (prompt_ids, block_ids))
+    return _draft_logits(target.config, drafter.config, target.params, drafter.params, prompt, block)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "drafter"))
+def _draft_logits(
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    target_params: Params,
+    drafter_params: Params,
+    prompt: Int[Array, "1 N"],
+    block: Int[Array, "1 K"],
+) -> Float[Array, "K V"]:
+    n = prompt.shape[1]
     positions = jnp.arange(n)[None]
-    prompt = jnp.asarray(np.asarray(prompt_ids, np.int32))[None]
-    out = target_lib.forward(target.config, target.params, prompt, positions, tap_ids=config.target_layer_ids)
-    c = drafter_lib.project_context(config, drafter.params, out.taps)
-    context = drafter_lib.context_kv(config, drafter.params, c, positions)
-    block = jnp.asarray(np.asarray(block_ids, np.int32))[None, None]
+    out = target_lib.forward(target, target_params, prompt, positions, tap_ids=drafter.target_layer_ids)
+    c = drafter_lib.project_context(drafter, drafter_params, out.taps)
     hidden = drafter_lib.denoise(
-        config,
-        drafter.params,
-        target_lib.embed(target.params, block),
-        (n + jnp.arange(len(block_ids)))[None, None],
-        context,
+        drafter,
+        drafter_params,
+        target_lib.embed(target_params, block[None]),
+        (n + jnp.arange(block.shape[1]))[None, None],
+        drafter_lib.context_kv(drafter, drafter_params, c, positions),
         jnp.ones((1, 1, n), bool),
     )
-    return target_lib.head(target.config, target.params, hidden)[0, 0]
+    return target_lib.head(target, target_params, hidden)[0, 0]

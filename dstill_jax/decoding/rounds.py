@@ -42,8 +42,13 @@ def _remember(
         taps = jnp.concatenate([out.taps[..., i * D : (i + 1) * D] for i in map(spec.tap_ids.index, wanted)], -1)
         c = drafter_lib.project_context(spec.drafter, weights.drafter, taps)
         new = drafter_lib.context_kv(spec.drafter, weights.drafter, c, positions)
-        write = lambda old, fresh: old.at[batch, :, positions].set(fresh.swapaxes(1, 2).astype(old.dtype), mode="drop")  # noqa: E731
-        context = jax.tree.map(write, state.context, new)
+        context = tuple(
+            (
+                k.at[batch, :, :, positions].set(fresh_k.transpose(0, 3, 1, 2).astype(k.dtype), mode="drop"),
+                v.at[batch, :, positions].set(fresh_v.swapaxes(1, 2).astype(v.dtype), mode="drop"),
+            )
+            for (k, v), (fresh_k, fresh_v) in zip(state.context, new, strict=True)
+        )
     features = state.features
     if features is not None:
         rows = jnp.concatenate([out.taps, out.hidden], axis=-1).astype(features.dtype)
@@ -64,7 +69,7 @@ def prefill(
 ) -> DecodeState:
     """Starts P requests in the given rows (a row >= B starts nothing) and draws the first token of each."""
     P, N = prompts.shape
-    part = init_state(spec, weights, P, state.tokens.shape[1])
+    part = init_state(spec, weights, P, N)  # as short as the prompts: attention over idle capacity would cost time
     positions = jnp.broadcast_to(jnp.arange(N), (P, N))
     out = target_lib.forward(
         spec.target, weights.target, prompts, positions, part.cache, jnp.zeros(P, jnp.int32), spec.tap_ids
@@ -73,9 +78,8 @@ def prefill(
     last = jnp.take_along_axis(out.hidden, (prompt_lengths - 1)[:, None, None], axis=1)
     first = _draw(spec, weights, target_lib.head(spec.target, weights.target, last), keys, prompt_lengths[:, None])
     stopped = _is_stop(weights, first[:, 0])
-    tokens = part.tokens.at[:, :N].set(prompts).at[jnp.arange(P), prompt_lengths].set(first[:, 0])
     part = part._replace(
-        tokens=tokens,
+        tokens=prompts,
         length=prompt_lengths + 1,
         prompt_length=prompt_lengths,
         limit=limits,
@@ -83,7 +87,8 @@ def prefill(
         stopped=stopped,
         keys=keys,
     )
-    return put_rows(state, rows, part)
+    state = put_rows(state, rows, part)
+    return state._replace(tokens=state.tokens.at[rows, prompt_lengths].set(first[:, 0], mode="drop"))
 
 
 def verify_chain(

@@ -23,7 +23,7 @@ from dstill_jax.models.target import Target
 from dstill_jax.refinement import check_order
 
 METHODS = ("autoregressive", "lookup", "dflash", "refine")
-_BUCKET = 64  # prompt lengths and capacities are rounded up to multiples of this
+_BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
 _STOP_SLOTS = 8
 
 

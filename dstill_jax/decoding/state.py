@@ -90,8 +90,11 @@ def init_state(spec: DecodeSpec, weights: Weights, batch: int, capacity: int) ->
     cache = target_lib.init_cache(spec.target, batch, capacity, dtype, target_lib.is_stacked(weights.target))
     context: Any = ()
     if spec.drafter is not None:
-        shape = (batch, spec.drafter.num_kv_heads, capacity, spec.drafter.head_dim)
-        context = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(spec.drafter.num_layers))
+        G, E = spec.drafter.num_kv_heads, spec.drafter.head_dim
+        context = tuple(
+            (jnp.zeros((batch, G, E, capacity), dtype), jnp.zeros((batch, G, capacity, E), dtype))
+            for _ in range(spec.drafter.num_layers)
+        )
     features = None
     if spec.record_taps is not None:
         features = jnp.zeros((batch, capacity, (len(spec.record_taps) + 1) * spec.target.hidden_size), jnp.float16)
@@ -116,10 +119,17 @@ def init_state(spec: DecodeSpec, weights: Weights, batch: int, capacity: int) ->
 
 
 def put_rows(state: DecodeState, rows: Int[Array, "P"], part: DecodeState) -> DecodeState:
-    """Replaces rows of every row-addressed array by those of `part`; rows out of range are dropped."""
+    """Replaces rows of every row-addressed array by those of `part`; rows out of range are dropped.
+
+    `part` may be shorter along the other axes: what lies behind it keeps its old content, which no mask admits.
+    """
 
     def put(axis: int) -> Any:
-        return lambda whole, new: whole.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
+        def one(whole: Array, new: Array) -> Array:
+            rest = tuple(slice(size) for size in new.shape[axis + 1 :])
+            return whole.at[(slice(None),) * axis + (rows,) + rest].set(new, mode="drop")
+
+        return one
 
     merged = {
         name: jax.tree.map(put(1 if name == "cache" else 0), getattr(state, name), getattr(part, name))

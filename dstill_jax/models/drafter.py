@@ -17,7 +17,7 @@ from dstill_jax.dims import Params
 from dstill_jax.models.attention import block_attention, rope_tables
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, Linear, RMSNorm
 
-ContextKV = tuple[tuple[Float[Array, "B G C E"], Float[Array, "B G C E"]], ...]
+ContextKV = tuple[tuple[Float[Array, "B G E C"], Float[Array, "B G C E"]], ...]
 """Keys and values of the projected context, a pair per draft layer."""
 
 
@@ -38,7 +38,7 @@ class DrafterLayer(nn.Module):
     def context_kv(self, c: Float[Array, "B S D"], cos: Array, sin: Array) -> tuple[Array, Array]:
         """Context features are *not* passed through `input_layernorm`."""
         k, v = self.attention.keys_values(c, cos, sin)
-        return k.swapaxes(1, 2), v.swapaxes(1, 2)
+        return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
     def __call__(
         self,

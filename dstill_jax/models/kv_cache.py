@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 class KVCache(NamedTuple):
     """Keys and values of all layers.
 
-    Each field is a tuple of arrays [L', B, G, C, E]: one array with L' = L when layers are scanned, or L arrays with
-    L' = 1 when they are unrolled. The batch axis is 1 either way, so rows are gathered with one `jax.tree.map`.
+    Each field is a tuple of arrays: one with L' = L when layers are scanned, or L arrays with L' = 1 when they are
+    unrolled. The batch axis is 1 either way, so rows are gathered with one `jax.tree.map`. Keys have their slots last;
+    `attention.py` says why.
     """
 
-    keys: tuple[Float[Array, "L B G C E"], ...]
+    keys: tuple[Float[Array, "L B G E C"], ...]
     values: tuple[Float[Array, "L B G C E"], ...]
 
 
@@ -31,12 +32,17 @@ def init_cache(
     stacked: bool,
 ) -> KVCache:
     """An empty cache; content is zero and never visible before it is written."""
-    shape = (num_layers if stacked else 1, batch, num_kv_heads, capacity, head_dim)
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(1 if stacked else num_layers)) for _ in range(2)))
+    leading = (num_layers if stacked else 1, batch, num_kv_heads)
+    count = 1 if stacked else num_layers
+
+    def zeros(*shape: int) -> tuple[Array, ...]:
+        return tuple(jnp.zeros((*leading, *shape), dtype) for _ in range(count))
+
+    return KVCache(zeros(head_dim, capacity), zeros(capacity, head_dim))
 
 
 def capacity_of(cache: KVCache) -> int:
-    return cache.keys[0].shape[3]
+    return cache.values[0].shape[3]
 
 
 def write_layer(
@@ -45,7 +51,7 @@ def write_layer(
     k: Float[Array, "B N G E"],
     v: Float[Array, "B N G E"],
     start: Int[Array, "B"],
-) -> tuple[KVCache, Float[Array, "B G C E"], Float[Array, "B G C E"]]:
+) -> tuple[KVCache, Float[Array, "B G E C"], Float[Array, "B G C E"]]:
     """Writes N new rows at slots start .. start + N - 1 of one layer; returns the cache and that layer's keys, values.
 
     Slots past the capacity are dropped. `layer` is a Python int for unrolled layers, traced for scanned ones.
@@ -54,15 +60,15 @@ def write_layer(
     batch = jnp.arange(B)[:, None]
     slots = start[:, None] + jnp.arange(N)
 
-    def write(arrays: tuple[Array, ...], new: Array) -> tuple[tuple[Array, ...], Array]:
-        which, inner = (0, layer) if len(arrays) == 1 else (layer, 0)
-        # Advanced indices apart from each other put [B, N] first: the values need no transpose.
-        updated = arrays[which].at[inner, batch, :, slots].set(new.astype(arrays[which].dtype), mode="drop")
-        return (*arrays[:which], updated, *arrays[which + 1 :]), updated[inner]
+    which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
+    # Advanced indices apart from each other put [B, N] first: the new rows need no transpose.
+    keys = cache.keys[which].at[inner, batch, :, :, slots].set(k.astype(cache.keys[which].dtype), mode="drop")
+    values = cache.values[which].at[inner, batch, :, slots].set(v.astype(cache.values[which].dtype), mode="drop")
 
-    keys, layer_k = write(cache.keys, k)
-    values, layer_v = write(cache.values, v)
-    return KVCache(keys, values), layer_k, layer_v
+    def put(arrays: tuple[Array, ...], updated: Array) -> tuple[Array, ...]:
+        return (*arrays[:which], updated, *arrays[which + 1 :])
+
+    return KVCache(put(cache.keys, keys), put(cache.values, values)), keys[inner], values[inner]
 
 
 def chain_mask(start: Int[Array, "B"], num_new: int, capacity: int) -> Bool[Array, "B N C"]:

@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
         q = self.attention.queries(normed, step.cos, step.sin)
         k, v = self.attention.keys_values(normed, step.cos, step.sin)
         if cache is None:
-            keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
         else:
             cache, keys, values = kv_cache.write_layer(cache, layer, k, v, step.start)
         x = x + self.attention.output(grouped_attention(q, keys, values, step.mask))

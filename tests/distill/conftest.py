@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,14 +11,6 @@ from dstill_jax.distill.conditioning import Frozen, Task
 from dstill_jax.models import target as target_lib
 
 S, A = 16, 16  # as many anchors as tokens: every valid anchor is taken, whatever the key
-
-
-@pytest.fixture(scope="package", autouse=True)
-def quick_compilation():
-    """The tests compile much and compute little."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="package")

@@ -9,6 +9,8 @@ from dstill_jax.distill.config import CurriculumConfig
 from dstill_jax.distill.curriculum import sample_state, state_log_weights
 from dstill_jax.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PASSES, K = 4, 5
 MASKED = np.array([1.0, 0.75, 0.5, 0.25])  # of the states of a trajectory that commits a slot a pass
 

@@ -15,6 +15,8 @@ from dstill_jax.distill.stage_two import stage_two_loss
 from dstill_jax.distill.trajectories import column_tokens, teacher_trajectory
 from dstill_jax.losses.config import LossConfig, TermWeights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KEY = jax.random.key(3)
 stage_one = jax.jit(stage_one_loss, static_argnames=("task", "config"))
 stage_two = jax.jit(stage_two_loss, static_argnames=("task", "config"))
@@ -46,7 +48,9 @@ def test_stage_one_with_full_views_is_the_dflash_cross_entropy(case):
                 right += j == 1 and logits[j].argmax() == tokens[a + j]
             prefix = prefix and j in scored and logits[j].argmax() == tokens[a + j]
             accepted += prefix
-    loss, ours, metrics = stage_one(case.task, dflash_baseline(), case.drafter.params, case.frozen, case.batch, KEY, 0.0)
+    loss, ours, metrics = stage_one(
+        case.task, dflash_baseline(), case.drafter.params, case.frozen, case.batch, KEY, 0.0
+    )
     np.testing.assert_allclose([loss, ours], [total, weight], rtol=1e-5)
     assert [float(x) for x in metrics["tau"]] == [count + accepted, count]
     assert float(metrics["slot1"][0]) == right
@@ -147,9 +151,7 @@ def test_stage_two_scores_as_by_hand(case, vocabularies, scored_passes, name, mi
     helped = jnp.where(data.blocks.scored & (at % 3 > 0), data.blocks.tokens, teacher.tokens)
     revealed = jnp.broadcast_to(jnp.arange(5) == 0, teacher.tokens.shape)
     view = conditioning.TeacherView(helped, teacher.hidden)
-    loss, weight, _ = conditioning.score(
-        case.task, frozen, MIXES[mix], data, hidden, revealed, jnp.float32(0), view
-    )
+    loss, weight, _ = conditioning.score(case.task, frozen, MIXES[mix], data, hidden, revealed, jnp.float32(0), view)
     np.testing.assert_allclose([loss, weight], by_hand(case, MIXES[mix], allowed, columns, True), rtol=2e-5)
 
 
@@ -178,6 +180,7 @@ def loss_gradient(case, frozen, config, progress):
     return jax.jit(jax.grad(loss, (0, 1)))(case.drafter.params, frozen.teacher)
 
 
+@pytest.mark.slow
 def test_the_teacher_gets_no_gradient(case):
     student, teacher = loss_gradient(case, case.frozen, StageTwoConfig(), 0.0)
     assert all(np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(student))

@@ -9,6 +9,8 @@ from dstill_jax.errors import UserError
 from dstill_jax.losses import weights as weights_lib
 from dstill_jax.losses.config import LossConfig, TermWeights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPE = (2, 5, 7)
 
 

@@ -14,6 +14,8 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.weights.load import load_drafter, load_target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 REFERENCE = Path(__file__).parents[1] / "reference"
 
 
@@ -43,9 +45,9 @@ def case():
     return drafter, arrays
 
 
-def run(config, params, x, positions, taps, mask, query_slots=None):
+def run(config, params, x, positions, taps, mask, query_slots=None, first=0):
     c = drafter_lib.project_context(config, params, taps)
-    context_positions = jnp.broadcast_to(jnp.arange(taps.shape[1]), taps.shape[:2])
+    context_positions = jnp.broadcast_to(first + jnp.arange(taps.shape[1]), taps.shape[:2])
     context = drafter_lib.context_kv(config, params, c, context_positions)
     return drafter_lib.denoise(config, params, x, positions, context, mask, query_slots)
 
@@ -104,15 +106,13 @@ def test_outputs_of_some_slots_are_those_of_all(case):
 def test_shifting_all_positions_changes_nothing(case):
     """Rotary positions are relative: what matters is where the block stands in its context."""
     drafter, arrays = case
-    config, params = drafter.config, drafter.params
-    c = drafter_lib.project_context(config, params, arrays["taps"])
-    outs = []
-    for shift in (0, 50):
-        context = drafter_lib.context_kv(config, params, c, jnp.broadcast_to(jnp.arange(9), (2, 9)) + shift)
-        outs.append(
-            drafter_lib.denoise(config, params, arrays["x"], arrays["positions"] + shift, context, arrays["mask"])
-        )
+    outs = [
+        run(drafter.config, drafter.params, **{**arrays, "positions": arrays["positions"] + shift}, first=shift)
+        for shift in (0, 50)
+    ]
     np.testing.assert_allclose(outs[0], outs[1], rtol=1e-3, atol=1e-4)
+    apart = run(drafter.config, drafter.params, **arrays, first=50)
+    assert (np.abs(np.asarray(apart) - outs[0]) > 1e-2).any()
 
 
 @pytest.mark.parametrize("layers, taps, expected", [(36, 5, (1, 9, 17, 25, 33)), (8, 3, (1, 3, 5)), (28, 1, (14,))])
