@@ -82,7 +82,7 @@ class ViewMix:
     full: float = 1.0  # nothing revealed: plain DFlash
     prefix: float = 0.0  # slots 1..l revealed, P(l) ~ prefix_decay^l, l = 1..K-2 (D2SD, arXiv 2606.04446)
     random: float = 0.0  # each slot with probability r, r ~ U(0, 1) per block
-    own_order: float = 0.0  # the ceil(r (K-1)) slots the drafter itself is surest of
+    own_order: float = 0.0  # the share r of its slots that the drafter itself is surest of
     prefix_decay: float = 0.9
 
     def __post_init__(self) -> None:
@@ -121,8 +121,9 @@ def sample_views(
     random = jax.random.uniform(slot_key, (B, A, K)) < ratio
     revealed = jnp.where(kind == 1, prefix, jnp.where(kind == 2, random, False))
     if confidence is not None:
-        rank = jnp.argsort(jnp.argsort(-jnp.where(slots > 0, confidence, -1.0), axis=-1), axis=-1)
-        revealed = jnp.where(kind == 3, rank < jnp.ceil(ratio * (K - 1)), revealed)
+        rank = jnp.argsort(jnp.argsort(-jnp.where(blocks.scored, confidence, -1.0), axis=-1), axis=-1)
+        count = jnp.minimum(jnp.ceil(ratio * blocks.scored.sum(-1, keepdims=True)), K - 2)  # one stays masked
+        revealed = jnp.where(kind == 3, rank < count, revealed)
     return (revealed & blocks.scored) | (slots == 0)
 
 

@@ -132,7 +132,9 @@ def run_eval(args: argparse.Namespace) -> None:
             Arm(f"refine {s} passes", "refine", drafter, "drafter", {"passes": s}, "left to right")
             for s in args.refine_passes
         ]
-    config = EvaluationConfig(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    config = EvaluationConfig(
+        args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, timed_prompts=args.timed
+    )
     with progress("decoding") as advance:
         result, _ = measure(
             target,

@@ -39,6 +39,7 @@ class Scale:
     shape: DrafterShape
     rows: int  # training prompts, answered by the target
     held_out: int  # prompts of the table
+    timed: int  # of them, decoded one at a time as well, for the speeds
     prompt_tokens: int
     new_tokens: int
     temperature: float
@@ -55,16 +56,17 @@ def smollm2_scale(minutes: float) -> Scale:
     """SmolLM2-135M-Instruct on two CPU cores."""
     return Scale(
         shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29)),
-        rows=max(32, min(1000, round(32 * minutes))),
-        held_out=max(4, min(48, round(2 * minutes))),
-        prompt_tokens=128,
+        rows=max(32, min(900, round(27 * minutes))),
+        held_out=max(4, min(100, round(2 * minutes))),
+        timed=4 if minutes < 60 else 12,
+        prompt_tokens=104,
         new_tokens=128,
         temperature=0.0,
         steps=max(10, round(36 * minutes)),
-        rows_per_step=4,
-        anchors_per_row=16,
+        rows_per_step=2,
+        anchors_per_row=32,
         vocabulary=4096,
-        learning_rate=1e-3,
+        learning_rate=3e-3,
         style="chat",
     )
 
@@ -75,6 +77,7 @@ def tiny_scale(minutes: float) -> Scale:
         shape=DrafterShape(mask_token_id=2, num_layers=2, block_size=8, target_layer_ids=(0, 1, 2)),
         rows=max(32, round(256 * minutes)),
         held_out=max(4, round(16 * minutes)),
+        timed=3,
         prompt_tokens=80,
         new_tokens=96,
         temperature=0.3,
@@ -199,7 +202,7 @@ def _runs(scale: Scale, source: str, data: Path, folder: Path) -> dict[str, RunC
 
     views = StageOneConfig(plain, ViewMix(0.35, 0.35, 0.30), ViewMix(0.8, 0.1, 0.1))
     distil = StageTwoConfig(LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0), gamma=gamma))
-    later = scale.learning_rate * 0.6
+    later = scale.learning_rate * 0.5
     return {
         "a1": run("a1", scale.steps, dflash_baseline(plain), scale.learning_rate, new=scale.shape),
         "stage1": run("stage1", first, views, scale.learning_rate, new=scale.shape),
@@ -229,7 +232,7 @@ def _table(
             target,
             _arms(scale, target, runs),
             prompts,
-            EvaluationConfig(scale.new_tokens, scale.temperature, seed=7),
+            EvaluationConfig(scale.new_tokens, scale.temperature, seed=7, timed_prompts=scale.timed),
             prompts_name=f"{'GSM8K (its test file)' if target_name == 'smollm2' else 'standard library'}, held-out split",
             thinking="off",
             command=command,
@@ -265,7 +268,7 @@ def _arms(scale: Scale, target: Target, runs: dict[str, RunConfig]) -> list[Arm]
         arm("A1c stage 1 + plain", "a1c", _STEPS_OF["a1c"], scale.steps),
         arm("A4 DStill", "a4", _STEPS_OF["a4"], scale.steps),
     ]
-    for base in ("A1 DFlash", "A1c stage 1 + plain", "A4 DStill"):
+    for base in ("A1 DFlash", "A4 DStill"):
         whole = next(a for a in arms if a.name == base)
         arms.append(replace(whole, name=f"{base}, W=3", options={"draft_tokens": 3}))
     return arms

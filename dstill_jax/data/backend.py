@@ -47,7 +47,12 @@ class Backend(Protocol):
         ...
 
     def answer(
-        self, requests: Iterable[GenerationRequest], *, longest_prompt: int, stop_token_ids: Sequence[int]
+        self,
+        requests: Iterable[GenerationRequest],
+        *,
+        longest_prompt: int,
+        shared_prefix: Sequence[int],
+        stop_token_ids: Sequence[int],
     ) -> Iterator[Any]:
         """Completions (`id`, `tokens`, `finish_reason`, `features`) in any order."""
         ...
@@ -112,7 +117,12 @@ class TargetBackend:
         _ = self._target
 
     def answer(
-        self, requests: Iterable[GenerationRequest], *, longest_prompt: int, stop_token_ids: Sequence[int]
+        self,
+        requests: Iterable[GenerationRequest],
+        *,
+        longest_prompt: int,
+        shared_prefix: Sequence[int],
+        stop_token_ids: Sequence[int],
     ) -> Iterator[Any]:
         from dstill_jax.decoding.sampling import SamplingConfig
         from dstill_jax.decoding.session import Request, decode_requests
@@ -123,6 +133,7 @@ class TargetBackend:
             (Request(id=r.id, tokens=r.tokens, seed=r.seed) for r in requests),
             batch_size=config.batch_size,
             max_prompt_tokens=longest_prompt,
+            shared_prefix=shared_prefix,
             max_new_tokens=config.max_new_tokens,
             sampling=SamplingConfig(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p),
             stop_token_ids=tuple(stop_token_ids),

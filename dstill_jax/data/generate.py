@@ -10,6 +10,7 @@ number of workers, nor of how often the work was stopped. The folder of a run:
 """
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,9 @@ class _Plan:
     skipped: list[str]
     template: ChatTemplate
     stop_token_ids: tuple[int, ...]
-    longest_prompt: int  # of all kept prompts: shapes, and so rounding, must not depend on a worker's share
+    # Of all kept prompts: shapes, and so rounding, must not depend on a worker's share.
+    longest_prompt: int
+    shared_prefix: list[int]  # usually the template's system message; computed once
 
 
 def prepare(
@@ -188,7 +191,8 @@ def _make_plan(
         raise UserError(
             f"all {len(rows)} prompts are longer than max_prompt_tokens={config.max_prompt_tokens}; raise it"
         )
-    return _Plan(kept, prompts, skipped, template, tuple(stop_ids), max(map(len, prompts)))
+    shared = os.path.commonprefix(prompts)[: min(map(len, prompts)) - 1]
+    return _Plan(kept, prompts, skipped, template, tuple(stop_ids), max(map(len, prompts)), shared)
 
 
 def _generate(
@@ -223,6 +227,7 @@ def _run(config: PrepareConfig, plan: _Plan, pending, backend: Backend, work: Pa
                 requests=str(work / f"requests-{k}.jsonl"),
                 folder=str(work),
                 longest_prompt=plan.longest_prompt,
+                shared_prefix=plan.shared_prefix,
                 stop_token_ids=plan.stop_token_ids,
                 cores=cores if config.workers > 1 else (),
             )

@@ -31,6 +31,7 @@ class Job:
     requests: str
     folder: str  # for the shard
     longest_prompt: int  # over all shares
+    shared_prefix: list[int]  # of all prompts of all shares
     stop_token_ids: tuple[int, ...]
     cores: tuple[int, ...] = ()  # empty: leave the process as it is
 
@@ -44,7 +45,10 @@ def run_share(job: Job, config: PrepareConfig, backend: Backend, report: Report)
     report({"ready": True})
     with ShardWriter(Path(job.folder), width) as shard:
         completions = backend.answer(
-            list(requests.values()), longest_prompt=job.longest_prompt, stop_token_ids=job.stop_token_ids
+            list(requests.values()),
+            longest_prompt=job.longest_prompt,
+            shared_prefix=job.shared_prefix,
+            stop_token_ids=job.stop_token_ids,
         )
         for completion in completions:
             prompt = requests.pop(completion.id).tokens

@@ -63,6 +63,8 @@ def generate(
 ) -> GenerateOutput:
     """Completes prompts of any lengths. Every method emits the same tokens; they differ in the number of target passes.
 
+    At a temperature, a prompt's draw depends on `seed` and on its place in the list.
+
     Args:
       method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student) or "refine".
       stop_token_ids: None takes the target's own; an empty list never stops.

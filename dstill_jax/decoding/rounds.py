@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from dstill_jax.decoding.sampling import choose
-from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows
+from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows, repeat_row
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.target import TargetOutput
@@ -51,7 +51,9 @@ def _remember(
         )
     features = state.features
     if features is not None:
-        rows = jnp.concatenate([out.taps, out.hidden], axis=-1).astype(features.dtype)
+        largest = float(jnp.finfo(features.dtype).max)  # some targets have outliers that float16 cannot hold
+        rows = jnp.concatenate([out.taps, out.hidden], axis=-1).astype(jnp.float32)
+        rows = jnp.clip(rows, -largest, largest).astype(features.dtype)
         features = features.at[batch, positions].set(rows, mode="drop")
     return state._replace(cache=out.cache, context=context, features=features)
 
@@ -61,25 +63,33 @@ def prefill(
     spec: DecodeSpec,
     weights: Weights,
     state: DecodeState,
+    prefix: DecodeState | None,
     rows: Int[Array, "P"],
     prompts: Int[Array, "P N"],
     prompt_lengths: Int[Array, "P"],
     limits: Int[Array, "P"],
     keys: UInt32[Array, "P 2"],
 ) -> DecodeState:
-    """Starts P requests in the given rows (a row >= B starts nothing) and draws the first token of each."""
+    """Starts P requests in the given rows (a row >= B starts nothing) and draws the first token of each.
+
+    Args:
+      prefix: one row that has already seen the tokens with which all prompts begin; `prompts` then holds what follows.
+      prompt_lengths: of the whole prompts, prefix included.
+    """
     P, N = prompts.shape
-    part = init_state(spec, weights, P, N)  # as short as the prompts: attention over idle capacity would cost time
-    positions = jnp.broadcast_to(jnp.arange(N), (P, N))
-    out = target_lib.forward(
-        spec.target, weights.target, prompts, positions, part.cache, jnp.zeros(P, jnp.int32), spec.tap_ids
-    )
+    seen = 0 if prefix is None else prefix.tokens.shape[1]
+    part = init_state(spec, weights, P, seen + N)  # as short as the prompts: idle capacity would cost attention
+    if prefix is not None:
+        part = put_rows(part, jnp.arange(P), repeat_row(prefix, P))
+    positions = seen + jnp.broadcast_to(jnp.arange(N), (P, N))
+    start = jnp.full(P, seen, jnp.int32)
+    out = target_lib.forward(spec.target, weights.target, prompts, positions, part.cache, start, spec.tap_ids)
     part = _remember(spec, weights, part, out, positions)
-    last = jnp.take_along_axis(out.hidden, (prompt_lengths - 1)[:, None, None], axis=1)
+    last = jnp.take_along_axis(out.hidden, (prompt_lengths - seen - 1)[:, None, None], axis=1)
     first = _draw(spec, weights, target_lib.head(spec.target, weights.target, last), keys, prompt_lengths[:, None])
     stopped = _is_stop(weights, first[:, 0])
     part = part._replace(
-        tokens=prompts,
+        tokens=part.tokens.at[:, seen:].set(prompts),
         length=prompt_lengths + 1,
         prompt_length=prompt_lengths,
         limit=limits,

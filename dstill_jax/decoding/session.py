@@ -79,11 +79,11 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
     options = {name: value for name, value in options.items() if value is not None}
     if method == "autoregressive":
         return Autoregressive()
-    width = int(options.get("draft_tokens", 7 if method == "lookup" else 0))  # type: ignore[call-overload]
+    width = _whole("draft_tokens", options.get("draft_tokens", 7 if method == "lookup" else 0))
     if method == "lookup":
         if width < 1:
             raise UserError(f"draft_tokens={width} must be at least 1")
-        ngram = int(options.get("max_ngram", 3))  # type: ignore[call-overload]
+        ngram = _whole("max_ngram", options.get("max_ngram", 3))
         if ngram < 1:
             raise UserError(f"max_ngram={ngram} must be at least 1")
         return PromptLookup(width, ngram)
@@ -95,10 +95,20 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
         raise UserError(f"draft_tokens={width} must be between 1 and block_size - 1 = {most} for this drafter")
     if method == "dflash":
         return BlockDiffusion(width)
-    passes = int(options.get("passes", width))  # type: ignore[call-overload]
+    passes = _whole("passes", options.get("passes", width))
     order = str(options.get("order", "left_to_right"))
     check_order(order, passes)
-    return BlockDiffusion(width, min(passes, width), order, float(options.get("threshold", 0.9)))  # type: ignore[arg-type]
+    threshold = options.get("threshold", 0.9)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+        raise UserError(f"threshold={threshold!r} must be a number between 0 and 1")
+    return BlockDiffusion(width, min(passes, width), order, float(threshold))  # type: ignore[arg-type]
+
+
+def _whole(name: str, value: object) -> int:
+    """A whole number, or a UserError that names it: 2.7 drafted tokens are a mistake, not 2."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise UserError(f"{name}={value!r} must be a whole number")
+    return int(value)
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
@@ -138,8 +148,10 @@ class Session:
         sampling: SamplingConfig = SamplingConfig(),
         stop_token_ids: Sequence[int] | None = None,
         record_taps: tuple[int, ...] | None = None,
+        shared_prefix: Sequence[int] = (),
         **method_options: object,
     ) -> None:
+        """`shared_prefix`: tokens with which every prompt begins, computed once for all of them."""
         proposer = make_proposer(method, drafter, **method_options)
         if method not in ("dflash", "refine"):
             drafter = None
@@ -150,11 +162,14 @@ class Session:
                     f"record_taps={record_taps} must contain the drafter's {drafter.config.target_layer_ids}"
                 )
         for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-            if value < 1:
+            if _whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
         stops = tuple(target.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
         if len(stops) > _STOP_SLOTS:
             raise UserError(f"{len(stops)} stop tokens; at most {_STOP_SLOTS} are supported")
+        for stop in stops:
+            if not 0 <= _whole("stop_token_ids", stop) < target.config.vocab_size:
+                raise UserError(f"stop_token_ids has {stop}, outside the vocabulary of {target.config.vocab_size}")
         if max_prompt_tokens + max_new_tokens > target.config.max_position_embeddings:
             raise UserError(
                 f"prompt of {max_prompt_tokens} tokens plus max_new_tokens={max_new_tokens} exceeds the target's"
@@ -174,20 +189,31 @@ class Session:
             jnp.asarray((*stops, *[-1] * (_STOP_SLOTS - len(stops))), jnp.int32),
         )
         self.clock = Clock()
+        self.shared_prefix = list(shared_prefix)
+        self._prefix = self._see_prefix() if self.shared_prefix else None
+
+    def _see_prefix(self) -> DecodeState:
+        """One row, exactly as long as the prefix, with the prefix in its caches."""
+        n = len(self.shared_prefix)
+        row = init_state(self.spec, self.weights, 1, n)
+        tokens, length = np.asarray(self.shared_prefix, np.int32)[None], np.full(1, n, np.int32)
+        key = np.zeros((1, 2), np.uint32)
+        return prefill(self.spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key)
 
     def start(self, state: DecodeState, rows: Sequence[int], requests: Sequence[Request], width: int) -> DecodeState:
         """Prefills `requests` into `rows`; `width` >= len(requests) is the compiled number of rows."""
         began = time.perf_counter()
         P = width
-        longest = max(len(request.tokens) for request in requests)
-        prompts = np.zeros((P, min(_bucket(longest), self.capacity)), np.int32)
-        lengths, limits, keys = np.ones(P, np.int32), np.zeros(P, np.int32), np.zeros((P, 2), np.uint32)
+        seen = len(self.shared_prefix)
+        longest = max(len(request.tokens) for request in requests) - seen
+        prompts = np.zeros((P, min(_bucket(longest), self.capacity - seen)), np.int32)
+        lengths, limits, keys = np.full(P, seen + 1, np.int32), np.zeros(P, np.int32), np.zeros((P, 2), np.uint32)
         places = np.full(P, self.batch_size, np.int32)  # out of range: dropped
         for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
             n = len(request.tokens)
-            prompts[i, :n], lengths[i], limits[i] = request.tokens, n, n + self.max_new_tokens
+            prompts[i, : n - seen], lengths[i], limits[i] = request.tokens[seen:], n, n + self.max_new_tokens
             keys[i], places[i] = request.key_data(), row
-        state = prefill(self.spec, self.weights, state, places, prompts, lengths, limits, keys)
+        state = prefill(self.spec, self.weights, state, self._prefix, places, prompts, lengths, limits, keys)
         state.length.block_until_ready()
         self.clock.prefill += time.perf_counter() - began
         return state
@@ -205,8 +231,12 @@ class Session:
 
     def check(self, request: Request) -> None:
         n, vocab = len(request.tokens), self.target.config.vocab_size
+        if not (0 <= request.id < 2**31 and 0 <= request.seed < 2**31):
+            raise UserError(f"request id {request.id} and seed {request.seed} must be in 0..{2**31 - 1}")
         if n < 1:
             raise UserError(f"prompt {request.id} is empty; give at least one token")
+        if list(request.tokens[: len(self.shared_prefix)]) != self.shared_prefix or n == len(self.shared_prefix):
+            raise UserError(f"prompt {request.id} does not begin with, and go on after, the session's shared prefix")
         if n > self.max_prompt_tokens:  # it would not fit the cache
             raise UserError(f"prompt {request.id} has {n} tokens, more than max_prompt_tokens={self.max_prompt_tokens}")
         bad = [t for t in request.tokens if not 0 <= t < vocab]
@@ -235,10 +265,9 @@ class Session:
         exhausted = False
         while True:
             free = [row for row in range(self.batch_size) if row not in row_of]
-            wanted = self.batch_size if not row_of else refill
-            while not exhausted and len(free) >= min(wanted, refill):
-                taken = list(itertools.islice(waiting, min(len(free), refill)))
-                exhausted = len(taken) < min(len(free), refill)
+            while not exhausted and len(free) >= refill:
+                taken = list(itertools.islice(waiting, refill))
+                exhausted = len(taken) < refill
                 if not taken:
                     break
                 for request in taken:

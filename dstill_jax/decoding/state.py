@@ -136,3 +136,12 @@ def put_rows(state: DecodeState, rows: Int[Array, "P"], part: DecodeState) -> De
         for name in state._fields
     }
     return DecodeState(**merged)
+
+
+def repeat_row(row: DecodeState, count: int) -> DecodeState:
+    """A state of one row as `count` equal rows."""
+    merged = {
+        name: jax.tree.map(lambda x, a=1 if name == "cache" else 0: jnp.repeat(x, count, axis=a), getattr(row, name))
+        for name in row._fields
+    }
+    return DecodeState(**merged)

@@ -1,8 +1,8 @@
-"""Runs decoding methods over prompts, one prompt at a time, and records what the tables need.
+"""Runs decoding methods over prompts and records what the tables need. Called by `dstill eval` and the demo.
 
-Called by `dstill eval` and the demo. Batch 1: prompts are the unit over which intervals are drawn, so each has its own
-rounds and its own decode seconds. All arms run in one process, interleaved prompt by prompt, so that a machine that
-gets slower gets slower for all of them.
+What is accepted does not depend on batch mates, so all prompts are decoded in batches. Time does: the first few prompts
+are decoded again one at a time, all arms interleaved prompt by prompt in one process, so that a machine that gets slower
+gets slower for all of them.
 """
 
 import platform
@@ -45,6 +45,8 @@ class EvaluationConfig:
     top_p: float | None = None
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
+    batch_size: int = 16  # prompts decoded at once where nothing is timed
+    timed_prompts: int | None = None  # prompts decoded one at a time as well, and timed; None: all
 
 
 def measure(
@@ -60,7 +62,7 @@ def measure(
 ) -> tuple[EvaluationResult, dict[str, list[Completion]]]:
     """Decodes every prompt with every arm; returns the results and, by arm, the completions in prompt order.
 
-    Compilation and one warm-up prompt come first and are not timed. `report` is told (done, total) decodes.
+    Compilation and one warm-up prompt come before the timing. `report` is told (done, total) decodes.
 
     Raises:
       UserError: fewer than two prompts, two arms of one name, or an arm whose options its method does not read.
@@ -68,22 +70,23 @@ def measure(
     require_prompts(len(prompts))
     if len({arm.name for arm in arms}) != len(arms):
         raise UserError(f"arms need names of their own, got {[arm.name for arm in arms]}")
-    sessions = [_session(target, arm, prompts, config) for arm in arms]
-    for session in sessions:
-        _decode(session, Request(len(prompts), prompts[0], config.seed))
-    completions: list[list[Completion]] = [[] for _ in arms]
+    timed = len(prompts) if config.timed_prompts is None else min(config.timed_prompts, len(prompts))
+    steps = _Steps(len(arms) * (len(prompts) + timed), report)
+    requests = [Request(i, tokens, config.seed) for i, tokens in enumerate(prompts)]
+    sessions = [_session(target, arm, prompts, config, 1) for arm in arms]
+    completions = [
+        _decode_all(_session(target, arm, prompts, config, config.batch_size), requests, steps) for arm in arms
+    ]
+    for session in sessions if timed else ():
+        _decode(session, requests[0])
     seconds: list[list[float]] = [[] for _ in arms]
-    total = len(arms) * len(prompts)
-    for i, tokens in enumerate(prompts):
+    for request in requests[:timed]:
         for k, session in enumerate(sessions):
-            completion, took = _decode(session, Request(i, tokens, config.seed))
-            completions[k].append(completion)
-            seconds[k].append(took)
-            if report is not None:
-                report(i * len(arms) + k + 1, total)
+            seconds[k].append(_decode(session, request))
+            steps.done()
     prompts_hash = hash_prompts(prompts)
     results = tuple(
-        _result(arm, session, prompts_hash, done, took, config.temperature)
+        _result(arm, session, prompts_hash, done, took or None, config.temperature)
         for arm, session, done, took in zip(arms, sessions, completions, seconds, strict=True)
     )
     metadata = EvaluationMetadata(
@@ -128,12 +131,26 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _session(target: Target, arm: Arm, prompts: Sequence[Sequence[int]], config: EvaluationConfig) -> Session:
+class _Steps:
+    """Counts decodes and tells the caller."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._total, self._done, self._report = total, 0, report
+
+    def done(self) -> None:
+        self._done += 1
+        if self._report is not None:
+            self._report(self._done, self._total)
+
+
+def _session(
+    target: Target, arm: Arm, prompts: Sequence[Sequence[int]], config: EvaluationConfig, batch_size: int
+) -> Session:
     return Session(
         target,
         drafter=arm.drafter,
         method=arm.method,
-        batch_size=1,
+        batch_size=min(batch_size, len(prompts)),
         max_prompt_tokens=max(map(len, prompts)),
         max_new_tokens=config.max_new_tokens,
         sampling=SamplingConfig(config.temperature, config.top_k, config.top_p),
@@ -142,18 +159,30 @@ def _session(target: Target, arm: Arm, prompts: Sequence[Sequence[int]], config:
     )
 
 
-def _decode(session: Session, request: Request) -> tuple[Completion, float]:
-    """One prompt: prefill, then all rounds in one call on the device; the seconds are of the rounds."""
-    session.check(request)
+def _decode_all(session: Session, requests: Sequence[Request], steps: _Steps) -> list[Completion]:
+    """Every request, in batches; completions in the order of the requests."""
+    done: dict[int, Completion] = {}
+    for completion in session.run(requests, rounds_per_call=16):
+        done[completion.id] = completion
+        steps.done()
+    return [done[request.id] for request in requests]
+
+
+def _decode(session: Session, request: Request) -> float:
+    """Decode seconds of one prompt: after its prefill, all rounds in one call on the device."""
     state = session.start(session.idle(), [0], [request], 1)
     began = time.perf_counter()
-    state = session.advance(state, session.max_new_tokens)
-    took = time.perf_counter() - began
-    return session.completion(state, 0, request), took
+    session.advance(state, session.max_new_tokens)
+    return time.perf_counter() - began
 
 
 def _result(
-    arm: Arm, session: Session, prompts_hash: str, done: list[Completion], seconds: list[float], temperature: float
+    arm: Arm,
+    session: Session,
+    prompts_hash: str,
+    done: list[Completion],
+    seconds: list[float] | None,
+    temperature: float,
 ) -> MethodResult:
     proposer = session.spec.proposer
     return MethodResult(
@@ -163,7 +192,7 @@ def _result(
         prompts_hash=prompts_hash,
         tokens=tuple(len(c.tokens) for c in done),
         acceptance_lengths=tuple(tuple(c.acceptance_lengths) for c in done),
-        seconds=tuple(seconds),
+        seconds=None if seconds is None else tuple(seconds),
         output_digests=tuple(digest_tokens(c.tokens) for c in done),
         description=arm.description,
         passes=getattr(proposer, "passes", 0),

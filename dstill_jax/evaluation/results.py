@@ -43,7 +43,8 @@ class MethodResult:
     tokens:             [n] new tokens of each prompt, the stop token included.
     acceptance_lengths: [n][rounds] tokens committed in each round, bonus included. They sum to `tokens`, or to one less
                         where the first token came from the prefill.
-    seconds:            [n] decode seconds of each prompt, prefill and compilation apart; None if the arm was not timed.
+    seconds:            [k] decode seconds of the first k <= n prompts, one prompt at a time, prefill and compilation apart;
+                        None if the arm was not timed.
     output_digests:     [n] `environment.digest_tokens` of the new tokens, to show losslessness; may be None.
     training_steps:     optimiser steps of all stages together; None if nothing was trained.
     drafter:            label of the weights, shared by arms that differ in settings only; empty without a drafter.
@@ -84,7 +85,9 @@ class MethodResult:
 
     def _check_lengths(self) -> None:
         prompts = len(self.tokens)
-        for name in ("acceptance_lengths", "seconds", "output_digests"):
+        if self.seconds is not None and len(self.seconds) > prompts:
+            raise UserError(f"{self._label('seconds')} has {len(self.seconds)} entries for {prompts} prompts")
+        for name in ("acceptance_lengths", "output_digests"):
             values = getattr(self, name)
             if values is not None and len(values) != prompts:
                 raise UserError(f"{self._label(name)} must have one entry per prompt ({prompts}), got {len(values)}")
@@ -128,10 +131,10 @@ class MethodResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """All new tokens over all decode seconds; None if the arm was not timed."""
+        """New tokens of the timed prompts over their decode seconds; None if the arm was not timed."""
         if self.seconds is None or not sum(self.seconds):
             return None
-        return sum(self.tokens) / sum(self.seconds)
+        return sum(self.tokens[: len(self.seconds)]) / sum(self.seconds)
 
     def tau_interval(self, bootstrap: Bootstrap = Bootstrap()) -> Interval:
         """`tau_mean` with its interval over prompts."""
@@ -176,15 +179,21 @@ def tau_pooled_change(arm: MethodResult, reference: MethodResult, bootstrap: Boo
 
 
 def speedup(arm: MethodResult, baseline: MethodResult, bootstrap: Bootstrap = Bootstrap()) -> Interval | None:
-    """Seconds per token of `baseline` over those of `arm`, paired by prompt; None if one of them was not timed."""
+    """Seconds per token of `baseline` over those of `arm`, paired by prompt, over the prompts on which both were timed.
+
+    None if those are fewer than two.
+    """
     require_comparable(arm, baseline)
     if arm.tokens_per_second is None or baseline.tokens_per_second is None:
         return None
+    timed = min(len(arm.seconds or ()), len(baseline.seconds or ()))
+    if timed < 2:
+        return None
     return stats.speedup_interval(
-        np.asarray(baseline.seconds),
-        np.asarray(baseline.tokens),
-        np.asarray(arm.seconds),
-        np.asarray(arm.tokens),
+        np.asarray((baseline.seconds or ())[:timed]),
+        np.asarray(baseline.tokens[:timed]),
+        np.asarray((arm.seconds or ())[:timed]),
+        np.asarray(arm.tokens[:timed]),
         bootstrap,
     )
 

@@ -39,7 +39,9 @@ def auf_weights(
 
 def auf_residual(config: LossConfig, progress: Float[Array, ""]) -> Float[Array, ""]:
     """From 1 to `auf_residual`, linearly over the first `auf_anneal_fraction` of training."""
-    share = jnp.clip(progress / max(config.auf_anneal_fraction, 1e-9), 0, 1)
+    if config.auf_anneal_fraction == 0:
+        return jnp.float32(config.auf_residual)
+    share = jnp.clip(progress / config.auf_anneal_fraction, 0, 1)
     return 1 + (config.auf_residual - 1) * share
 
 

@@ -89,13 +89,14 @@ class FakeBackend:
 
             raise UserError("the fake target refuses")
 
-    def answer(self, requests, *, longest_prompt, stop_token_ids):
+    def answer(self, requests, *, longest_prompt, shared_prefix, stop_token_ids):
         assert tuple(stop_token_ids) == (STOP,)
         requests = sorted(
             requests, key=lambda r: hashlib.sha256(str(r.tokens).encode()).digest()
         )  # not the given order
         for request in requests:
             assert len(request.tokens) <= longest_prompt
+            assert list(request.tokens[: len(shared_prefix)]) == list(shared_prefix)
             time.sleep(float(os.environ.get("FAKE_SECONDS", 0)))
             if os.environ.get("FAKE_CRASH"):
                 raise RuntimeError("the fake target broke")
