@@ -1,6 +1,7 @@
 """`dstill`: the command line. Parses, hands over to `commands`, and turns every user mistake into one line and exit 2."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from dstill_jax.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
     args = _parser().parse_args(arguments)
+    _keep_compiled_programs()
     try:
         from dstill_jax import commands
 
@@ -26,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to go on", 130)
+
+
+def _keep_compiled_programs() -> None:
+    """Programs compiled once are found again by later commands and by worker processes; set the variable to move them."""
+    from dstill_jax.weights.cache_folder import cache_root
+
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "compiled"))
 
 
 def _fail(message: str, status: int = 2) -> int:
