@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin

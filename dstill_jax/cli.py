@@ -12,7 +12,7 @@ from dstill_jax.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
     args = _parser().parse_args(arguments)
-    _keep_compiled_programs()
+    _set_environment()
     try:
         from dstill_jax import commands
 
@@ -30,11 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted; run the same command again to go on", 130)
 
 
-def _keep_compiled_programs() -> None:
-    """Programs compiled once are found again by later commands and by worker processes; set the variable to move them."""
+def _set_environment() -> None:
+    """Programs compiled once are found again by later commands and by worker processes."""
     from dstill_jax.weights.cache_folder import cache_root
 
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "compiled"))
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is absent is no news here
 
 
 def _fail(message: str, status: int = 2) -> int:

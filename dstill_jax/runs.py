@@ -110,8 +110,8 @@ def run_stage(
     """
     out = Path(config.out)
     target = target or load_target(config.target, dtype=config.compute_dtype, scan_layers=False)
-    dataset = ConversationDataset(config.data)
     drafter, trainable = _begin(config, target)
+    dataset = ConversationDataset(config.data)
     live = _check_features(config, dataset, drafter, target)
     pipeline = BatchPipeline(dataset, config.batches)
     if report is not None:

@@ -1,0 +1,173 @@
+"""Both stages through `run_stage` on a tiny target: what comes out, and that an interruption changes nothing."""
+
+import dataclasses
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dstill_jax.blocks import ViewMix
+from dstill_jax.data.dataset import Conversation, write_dataset
+from dstill_jax.data.pipeline import PipelineConfig
+from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
+from dstill_jax.distill.initialise import DrafterShape
+from dstill_jax.errors import UserError
+from dstill_jax.runs import RunConfig, override, run_stage
+from dstill_jax.training import OptimizerConfig, TrainConfig, read_jsonl
+from dstill_jax.weights.load import load_drafter, load_target
+
+TARGET = str(Path(__file__).parents[1] / "reference" / "qwen3_tiny" / "target")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class Boom(Exception):
+    """Stands for the machine going away."""
+
+
+def make_data(folder: Path) -> str:
+    """Rows of a short repeating pattern, so that there is something to learn; the first five tokens are a prompt."""
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(24):
+        tokens = np.resize(random.integers(3, 200, 4), 28).astype(np.int32)
+        rows.append(Conversation(f"row {i}", tokens, np.arange(28) >= 5))
+    provenance = {"inputs": {"target_fingerprint": load_target(TARGET).fingerprint, "tap_ids": []}}
+    write_dataset(folder / "dataset", rows, provenance)
+    return str(folder)
+
+
+def stage_one(data: str, out: Path, steps: int = 12) -> RunConfig:
+    return RunConfig(
+        target=TARGET,
+        data=data,
+        out=str(out),
+        objective=StageOneConfig(views=ViewMix(0.4, 0.3, 0.2, 0.1), late_views=ViewMix(0.8, 0.1, 0.1)),
+        optimizer=OptimizerConfig(learning_rate=5e-3, ema_decay=0.5),
+        train=TrainConfig(total_steps=steps, save_every=4, progress=False),
+        batches=PipelineConfig(seq_len=64, batch_size=2, mode="pack"),
+        new=DrafterShape(mask_token_id=208, num_layers=2, block_size=4, num_taps=2, init_from_layers=(5, 7)),
+        anchors_per_row=6,
+        compute_dtype="float32",
+        head_chunk=16,
+    )
+
+
+def stage_two(first: RunConfig, out: Path, steps: int = 8) -> RunConfig:
+    return dataclasses.replace(
+        first,
+        objective=StageTwoConfig(),
+        out=str(out),
+        new=None,
+        start_from=f"{first.out}/drafter",
+        train=dataclasses.replace(first.train, total_steps=steps),
+        vocabulary=64,
+    )
+
+
+def drafter_bytes(config: RunConfig) -> bytes:
+    return (Path(config.out) / "drafter" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    """Both stages without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = make_data(folder / "data")
+    first = stage_one(data, folder / "stage1")
+    run_stage(first)
+    second = stage_two(first, folder / "stage2")
+    run_stage(second)
+    return {"stage1": first, "stage2": second}
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_a_run_stopped_twice_ends_with_the_same_bytes(stage: str, whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    config = dataclasses.replace(whole[stage], out=str(tmp_path / stage))
+    for stop_at in (5, 7):
+
+        def stop(step: int, _: object, stop_at: int = stop_at) -> None:
+            if step == stop_at:
+                raise Boom
+
+        with pytest.raises(Boom):
+            run_stage(config, on_step=stop)
+    run_stage(config)
+    assert drafter_bytes(config) == drafter_bytes(whole[stage])
+    steps = [record["step"] for record in read_jsonl(Path(config.out) / "metrics.jsonl")]
+    assert steps == list(range(1, config.train.total_steps + 1))
+
+
+def test_the_loss_falls_and_the_drafter_loads(whole: dict[str, RunConfig]) -> None:
+    losses = [record["train/loss"] for record in read_jsonl(Path(whole["stage1"].out) / "metrics.jsonl")]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    target = load_target(TARGET)
+    drafter = load_drafter(f"{whole['stage2'].out}/drafter", target)
+    assert drafter.target_fingerprint == target.fingerprint
+    assert drafter.config.block_size == 4
+
+
+def test_a_finished_run_is_found_complete(whole: dict[str, RunConfig]) -> None:
+    before = drafter_bytes(whole["stage1"])
+
+    def never(step: int, state: object) -> None:
+        raise AssertionError("a finished run must not step")
+
+    run_stage(whole["stage1"], on_step=never)
+    assert drafter_bytes(whole["stage1"]) == before
+
+
+def test_a_folder_of_another_run_is_refused(whole: dict[str, RunConfig]) -> None:
+    with pytest.raises(UserError, match="anchors_per_row"):
+        run_stage(dataclasses.replace(whole["stage1"], anchors_per_row=5))
+
+
+def test_a_teacher_of_another_shape_is_refused(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    other = dataclasses.replace(stage_one(whole["stage1"].data, tmp_path / "other", 1), new=DrafterShape(208, 1, 4, 2))
+    run_stage(other)
+    config = dataclasses.replace(whole["stage2"], out=str(tmp_path / "run"), teacher=f"{other.out}/drafter")
+    with pytest.raises(UserError, match="shape"):
+        run_stage(config)
+
+
+def test_overrides_reach_nested_fields_and_refuse_others(whole: dict[str, RunConfig]) -> None:
+    config = override(
+        whole["stage2"], ["objective.curriculum.kind=full", "objective.loss.rest.hard_ce=1", "out=elsewhere"]
+    )
+    assert config.objective.curriculum.kind == "full"
+    assert config.objective.loss.rest.hard_ce == 1.0
+    assert config.out == "elsewhere"
+    with pytest.raises(UserError, match="teacher_kl"):
+        override(config, ["objective.loss.rest.teacher_k=1"])
+    with pytest.raises(UserError, match="magic"):
+        override(config, ["objective.curriculum.kind=magic"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_kill_9_at_any_moment_changes_nothing(stage: str, whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """The process is killed at three moments spread over its life, then left to finish."""
+    program = (
+        "import sys, pickle; sys.path[:0] = sys.argv[2:]\n"
+        "from dstill_jax.runs import run_stage\n"
+        "run_stage(pickle.load(open(sys.argv[1], 'rb')))"
+    )
+
+    def command(name: str) -> list[str]:
+        config = dataclasses.replace(whole[stage], out=str(tmp_path / name))
+        (tmp_path / f"{name}.config").write_bytes(pickle.dumps(config))
+        return [sys.executable, "-c", program, str(tmp_path / f"{name}.config"), str(Path(__file__).parents[2])]
+
+    subprocess.run(command("whole"), check=True)
+    for seconds in (3.0, 12.0, 18.0):
+        process = subprocess.Popen(command("killed"))
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command("killed"), check=True)
+    weights = [tmp_path / name / "drafter" / "model.safetensors" for name in ("whole", "killed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,0 +1,196 @@
+"""Every user mistake: one line on standard error, exit status 2, no traceback, nothing half-done."""
+
+import errno
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from dstill_jax.cli import main
+
+REFERENCE = Path(__file__).parent / "reference"
+CONFIG = """
+from dstill_jax.data.pipeline import PipelineConfig
+from dstill_jax.distill.config import StageOneConfig
+from dstill_jax.distill.initialise import DrafterShape
+from dstill_jax.runs import RunConfig
+from dstill_jax.training.config import OptimizerConfig, TrainConfig
+CONFIG = RunConfig(
+    target={target!r}, data="no-such-data", out="run", objective=StageOneConfig(),
+    optimizer=OptimizerConfig(learning_rate=1e-3), train=TrainConfig(total_steps=2),
+    batches=PipelineConfig(seq_len=16, batch_size=2),
+    new=DrafterShape(mask_token_id=208, num_layers=1, block_size=4, num_taps=2), compute_dtype="float32",
+)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a target that has a tokenizer, a drafter, prompts and a training config."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REFERENCE / "qwen3_tiny" / "target", tmp_path / "target")
+    shutil.copytree(REFERENCE / "qwen3_tiny" / "draft", tmp_path / "draft")
+    for file in tmp_path.rglob("*"):
+        file.chmod(0o755)
+    _write_tokenizer(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n')
+    (tmp_path / "config.py").write_text(CONFIG.format(target="target"))
+    return tmp_path
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = {f"w{i}": i for i in range(3, 200)} | {"<unk>": 0, "<s>": 1, "</s>": 2}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def edit_config(folder: str, **values: object) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def write(path: str, text: str) -> str:
+    Path(path).write_text(text)
+    return path
+
+
+def cut(path: str) -> None:
+    data = Path(path).read_bytes()
+    Path(path).write_bytes(data[: len(data) // 2])
+
+
+def change_header(path: str, change) -> None:
+    """Rewrites the JSON header of a safetensors file."""
+    data = Path(path).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = change(json.loads(data[8 : 8 + length]))
+    packed = json.dumps(header).encode()
+    Path(path).write_bytes(struct.pack("<Q", len(packed)) + packed + data[8 + length :])
+
+
+def _wrong_dtype(header: dict) -> dict:
+    header["model.norm.weight"]["dtype"] = "I32"
+    return header
+
+
+def _renamed(header: dict) -> dict:
+    header["model.stranger.weight"] = header.pop("model.norm.weight")
+    return header
+
+
+WEIGHTS = "target/model.safetensors"
+GENERATE = ["generate", "--target", "target"]
+PREPARE = ["prepare", "--target", "target", "--prompts", "prompts.jsonl", "--out", "data"]
+TRAIN = ["train", "config.py"]
+MISTAKES = {
+    "unknown embedded name": (None, ["fetch", "gpt5"], "gpt5"),
+    "unknown command": (None, ["serve"], "serve"),
+    "option that does not exist": (None, [*GENERATE, "hi", "--speed", "9"], "--speed"),
+    "option of the wrong type": (None, [*GENERATE, "hi", "--top-k", "many"], "many"),
+    "target folder missing": (None, ["generate", "--target", "nowhere/target", "hi"], "nowhere"),
+    "target without config": (lambda: Path("target/config.json").unlink(), [*GENERATE, "w5"], "config.json"),
+    "target without tokenizer": (lambda: Path("target/tokenizer.json").unlink(), [*GENERATE, "w5"], "tokenizer"),
+    "weights cut short": (lambda: cut(WEIGHTS), [*GENERATE, "w5"], "model.safetensors"),
+    "weights of a wrong dtype": (lambda: change_header(WEIGHTS, _wrong_dtype), [*GENERATE, "w5"], "model.norm.weight"),
+    "tensor missing": (lambda: change_header(WEIGHTS, _renamed), [*GENERATE, "w5"], "norm.weight"),
+    "unknown rope": (
+        lambda: edit_config("target", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        [*GENERATE, "w5"],
+        "yarn",
+    ),
+    "sliding window": (
+        lambda: edit_config("target", use_sliding_window=True, sliding_window=8),
+        [*GENERATE, "w5"],
+        "sliding",
+    ),
+    "mixture of experts": (lambda: edit_config("target", num_experts=8), [*GENERATE, "w5"], "num_experts"),
+    "unknown method": (None, [*GENERATE, "w5", "--method", "magic"], "magic"),
+    "method without its drafter": (None, [*GENERATE, "w5", "--method", "dflash"], "drafter"),
+    "option that the method does not read": (None, [*GENERATE, "w5", "--method", "lookup", "--passes", "3"], "passes"),
+    "more drafted tokens than the block has": (
+        None,
+        [*GENERATE, "w5", "--drafter", "draft", "--draft-tokens", "8"],
+        "draft_tokens=8",
+    ),
+    "drafter of another target": (
+        None,
+        [*GENERATE, "w5", "--drafter", str(REFERENCE / "llama_tied" / "draft")],
+        "131",
+    ),
+    "empty prompt": (None, [*GENERATE, ""], "empty"),
+    "prompt longer than the context": (None, [*GENERATE, "w5 " * 600], "512"),
+    "negative temperature": (None, [*GENERATE, "w5", "--temperature", "-1"], "temperature=-1"),
+    "top_p above one": (None, [*GENERATE, "w5", "--top-p", "1.5"], "top_p=1.5"),
+    "prompts missing": (None, [*PREPARE[:4], "none.jsonl", *PREPARE[5:]], "none.jsonl"),
+    "prompts empty": (lambda: write("prompts.jsonl", ""), PREPARE, "prompts.jsonl"),
+    "prompts malformed": (
+        lambda: write("prompts.jsonl", '{"prompt": "w5"}\n{"prompt": \n'),
+        PREPARE,
+        "prompts.jsonl:2",
+    ),
+    "prompts without a prompt": (lambda: write("prompts.jsonl", '{"question": "w5"}\n'), PREPARE, "prompts.jsonl:1"),
+    "conversation without an answer": (
+        lambda: write("prompts.jsonl", '{"messages": [{"role": "user", "content": "w5"}]}\n'),
+        [*PREPARE, "--conversations"],
+        "prompts.jsonl:1",
+    ),
+    "no room for an answer": (None, [*PREPARE, "--max-new-tokens", "0"], "max_new_tokens=0"),
+    "training config missing": (None, ["train", "nothing.py"], "nothing.py"),
+    "training config that fails": (lambda: write("config.py", "1 / 0"), TRAIN, "ZeroDivisionError"),
+    "training config without CONFIG": (lambda: write("config.py", "x = 1"), TRAIN, "CONFIG"),
+    "unknown field": (None, [*TRAIN, "train.total_stepz=5"], "total_steps"),
+    "value of the wrong type": (None, [*TRAIN, "train.total_steps=many"], "total_steps"),
+    "block of one slot": (None, [*TRAIN, "new.block_size=1"], "block_size=1"),
+    "mask token outside the vocabulary": (None, [*TRAIN, "new.mask_token_id=500"], "mask_token_id=500"),
+    "dataset missing": (None, TRAIN, "no-such-data"),
+    "evaluation of no prompts": (
+        None,
+        ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "0"],
+        "limit=0",
+    ),
+    "evaluation of one prompt": (
+        None,
+        ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "1"],
+        "prompt",
+    ),
+    "drafter to export missing": (None, ["export", "nothing", "out", "--target", "target"], "nothing"),
+    "demo of no length": (None, ["demo", "--target", "tiny", "--minutes", "0"], "minutes"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_2(mistake: str, place: Path, capsys: pytest.CaptureFixture) -> None:
+    spoil, arguments, named = MISTAKES[mistake]
+    if spoil is not None:
+        spoil()
+    try:
+        status = main(arguments)
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert status == 2
+    assert len(lines) == 1 and lines[0].startswith("dstill")
+    assert named in lines[0]
+
+
+def test_a_full_disk_is_one_line_and_exit_2(
+    place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
+
+    monkeypatch.setattr("dstill_jax.weights.load.write_safetensors", full)
+    assert main(["export", "draft", "out", "--target", "target"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "No space left on device" in lines[0]
+    assert not list(place.glob("out/*.safetensors"))
