@@ -1,7 +1,7 @@
 """What every stage starts from: target features, blocks, and one pass of the drafter scored against labels."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,28 +148,13 @@ def score(
     weights = weights_lib.slot_weights(
         loss, blocks_lib.masked_rank(revealed), counted, losses.correct, jnp.exp(-losses.data_ce), progress
     )
-    allowed = {"data_ce": jnp.ones((B, A, K)), "teacher": jnp.ones((B, A, K))}
-    if teacher is not None:
-        right = teacher.tokens == blocks.tokens
-        until = weights_lib.before_first_error(right, blocks.scored)  # k <= n, n the teacher's first error
-        at_error = until & ~right & blocks.scored
-        if loss.data_slots == "until_error":
-            allowed["data_ce"] = until.astype(jnp.float32)
-        if loss.teacher_slots != "all":
-            allowed["teacher"] = (~at_error if loss.teacher_slots == "not_at_error" else ~until).astype(jnp.float32)
-        weights = weights * jnp.where(until, 1.0, loss.after_error_weight)
+    gates, later = _gates(loss, blocks, teacher)
     total = jnp.zeros((B, A, K), jnp.float32)
     for term in ("data_ce", "hard_ce", "teacher_kl", "target_kl", "target_l1"):
         values = getattr(losses, term)
         if values is not None and loss.uses(term):
-            gate = (
-                allowed["data_ce"]
-                if term == "data_ce"
-                else allowed["teacher"]
-                if term != "target_kl" and term != "target_l1"
-                else 1.0
-            )
-            total = total + weights_lib.term_weights(loss, term, K) * gate * values
+            total = total + weights_lib.term_weights(loss, term, K) * gates.get(term, 1.0) * values
+    weights = weights * later
     # One-pass acceptance is meaningful only where nothing was revealed.
     full = blocks.valid & ~revealed[..., 1:].any(-1)
     accepted = blocks_lib.accepted_prefix(losses.correct, blocks.scored)
@@ -184,6 +169,23 @@ def score(
         "blocks": (blocks.valid.sum().astype(jnp.float32), jnp.float32(1)),
     }
     return (total * weights).sum(), weights.sum(), metrics
+
+
+def _gates(
+    loss: LossConfig, blocks: Blocks, teacher: TeacherView | None
+) -> tuple[dict[str, Float[Array, "B A K"]], Float[Array, "B A K"] | float]:
+    """Where each term counts, relative to the teacher's first error n, and the factor on slots after n."""
+    if teacher is None:
+        return {}, 1.0
+    right = teacher.tokens == blocks.tokens
+    until = weights_lib.before_first_error(right, blocks.scored)  # k <= n
+    at_error = until & ~right & blocks.scored  # k = n: the teacher is wrong there
+    everywhere = jnp.ones_like(until)
+    data = {"all": everywhere, "until_error": until}[loss.data_slots]
+    taught = {"all": everywhere, "not_at_error": ~at_error, "after_error": ~until}[loss.teacher_slots]
+    gates = {"data_ce": data, "hard_ce": taught, "teacher_kl": taught}
+    later = jnp.where(until, 1.0, loss.after_error_weight)
+    return {term: gate.astype(jnp.float32) for term, gate in gates.items()}, later
 
 
 def _slot_losses(
@@ -225,7 +227,3 @@ def _slot_losses(
         return jnp.pad(x.reshape(B, A, K - 1), ((0, 0), (0, 0), (1, 0)))
 
     return jax.tree.map(back, losses)
-
-
-LossFn = Any
-"""(params, frozen, batch, key, step) -> (loss sum, weight, metrics)."""

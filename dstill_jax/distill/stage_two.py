@@ -1,6 +1,7 @@
 """Stage 2: one pass of the student against the end of the teacher's many passes (DStill, arXiv 2610.27379)."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dstill_jax import blocks as blocks_lib
@@ -49,10 +50,7 @@ def stage_two_loss(
         TeacherView(teacher.tokens, teacher.hidden),  # type: ignore[arg-type]
     )
     accepted = blocks_lib.accepted_prefix(teacher.tokens == data.blocks.tokens, data.blocks.scored)
-    valid = data.blocks.valid
-    metrics["teacher_tau"] = ((valid * (1.0 + accepted)).sum(), valid.sum().astype("float32"))
-    metrics["masked_share"] = (
-        ((~revealed).sum() / (revealed.shape[-1] - 1)).astype("float32"),
-        jax.numpy.float32(valid.size),
-    )
+    valid, count = data.blocks.valid, data.blocks.valid.sum().astype(jnp.float32)
+    metrics["teacher_tau"] = ((valid * (1.0 + accepted)).sum(), count)
+    metrics["masked_share"] = ((valid * (~revealed).sum(-1) / (revealed.shape[-1] - 1)).sum(), count)
     return total, weight, metrics

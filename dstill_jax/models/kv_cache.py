@@ -6,6 +6,7 @@ masks decide what is visible, so stale slots past a row's length are harmless an
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -56,14 +57,18 @@ def write_layer(
 
     Slots past the capacity are dropped. `layer` is a Python int for unrolled layers, traced for scanned ones.
     """
-    B, N = k.shape[:2]
-    batch = jnp.arange(B)[:, None]
-    slots = start[:, None] + jnp.arange(N)
-
     which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
+    old_k, old_v = cache.keys[which], cache.values[which]
+    k, v = k.astype(old_k.dtype), v.astype(old_v.dtype)
+    if k.shape[:2] == (1, 1):
+        # XLA turns the scatter of a single row into a write that it merges with the reads that follow, and then copies
+        # the cache in every step to keep both. Two rows stay a scatter, in place; nothing admits the second one.
+        k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+    B, N = k.shape[:2]
+    batch, slots = jnp.arange(B)[:, None], start[:, None] + jnp.arange(N)
     # Advanced indices apart from each other put [B, N] first: the new rows need no transpose.
-    keys = cache.keys[which].at[inner, batch, :, :, slots].set(k.astype(cache.keys[which].dtype), mode="drop")
-    values = cache.values[which].at[inner, batch, :, slots].set(v.astype(cache.values[which].dtype), mode="drop")
+    keys = old_k.at[inner, batch, :, :, slots].set(k, mode="drop")
+    values = old_v.at[inner, batch, :, slots].set(v, mode="drop")
 
     def put(arrays: tuple[Array, ...], updated: Array) -> tuple[Array, ...]:
         return (*arrays[:which], updated, *arrays[which + 1 :])
