@@ -149,7 +149,7 @@ def _export(commands) -> None:
 def _demo(commands) -> None:
     sub = _command(commands, "demo", "everything on one machine: data, both stages, controls, table, report")
     sub.add_argument("--target", default="smollm2", choices=("smollm2", "tiny"))
-    sub.add_argument("--minutes", type=float, help="budget; default 16 for smollm2, 2 for tiny")
+    sub.add_argument("--minutes", type=float, help="budget; default 16 for smollm2, 1 for tiny")
     sub.add_argument("--out", help="folder; default .demo/TARGET-MINUTESmin. A stopped demo is continued in it")
     _json(sub)
 

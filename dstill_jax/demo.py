@@ -41,7 +41,8 @@ class Scale:
     held_out: int  # prompts of the table
     timed: int  # of them, decoded one at a time as well, for the speeds
     prompt_tokens: int
-    new_tokens: int
+    new_tokens: int  # of each training answer
+    decoded: int  # new tokens of each held-out prompt
     temperature: float
     steps: int  # of the baseline
     rows_per_step: int
@@ -57,12 +58,13 @@ def smollm2_scale(minutes: float) -> Scale:
     return Scale(
         shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29)),
         rows=max(32, min(900, round(27 * minutes))),
-        held_out=max(4, min(100, round(2 * minutes))),
-        timed=4 if minutes < 60 else 12,
+        held_out=max(4, min(100, round(1.25 * minutes))),
+        timed=3 if minutes < 60 else 12,
         prompt_tokens=104,
         new_tokens=128,
+        decoded=96,
         temperature=0.0,
-        steps=max(10, round(36 * minutes)),
+        steps=max(10, round(35 * minutes)),
         rows_per_step=2,
         anchors_per_row=32,
         vocabulary=4096,
@@ -80,6 +82,7 @@ def tiny_scale(minutes: float) -> Scale:
         timed=3,
         prompt_tokens=80,
         new_tokens=96,
+        decoded=64,
         temperature=0.3,
         steps=max(10, round(150 * minutes)),
         rows_per_step=4,
@@ -92,7 +95,7 @@ def tiny_scale(minutes: float) -> Scale:
 
 _SCALES: dict[str, tuple[Callable[[float], Scale], float]] = {
     "smollm2": (smollm2_scale, 16.0),
-    "tiny": (tiny_scale, 2.0),
+    "tiny": (tiny_scale, 1.0),
 }
 
 
@@ -232,7 +235,7 @@ def _table(
             target,
             _arms(scale, target, runs),
             prompts,
-            EvaluationConfig(scale.new_tokens, scale.temperature, seed=7, timed_prompts=scale.timed),
+            EvaluationConfig(scale.decoded, scale.temperature, seed=7, timed_prompts=scale.timed),
             prompts_name=f"{'GSM8K (its test file)' if target_name == 'smollm2' else 'standard library'}, held-out split",
             thinking="off",
             command=command,

@@ -12,7 +12,7 @@ from dstill_jax.blocks import Blocks
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.losses import weights as weights_lib
-from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses, row_losses
+from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses, greedy_with_confidence, row_losses
 from dstill_jax.losses.config import LossConfig
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
@@ -120,6 +120,25 @@ def banned_columns(task: Task, frozen: Frozen) -> Bool[Array, "V'"]:
     used = jnp.where(frozen.label_map >= 0, frozen.label_map, columns.size)
     named = jnp.zeros(columns.size, bool).at[used].set(True, mode="drop")
     return ~named | (columns == frozen.label_map[task.drafter.mask_token_id])
+
+
+def column_tokens(frozen: Frozen) -> Int[Array, "V'"]:
+    """Token id of each head column: the inverse of `label_map`; 0, and banned, where a column stands for none."""
+    assert frozen.label_map is not None
+    V = frozen.label_map.shape[0]
+    target = jnp.where(frozen.label_map >= 0, frozen.label_map, frozen.head.shape[1])
+    return jnp.zeros(frozen.head.shape[1], jnp.int32).at[target].set(jnp.arange(V, dtype=jnp.int32), mode="drop")
+
+
+def pick(
+    task: Task, frozen: Frozen, hidden: Float[Array, "B A R D"]
+) -> tuple[Int[Array, "B A R"], Float[Array, "B A R"]]:
+    """The most likely token of each slot under the training head, and its probability; no gradient."""
+    flat = jax.lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
+    best, sure = greedy_with_confidence(flat, frozen.head, banned_columns(task, frozen), task.head_chunk)
+    if frozen.label_map is not None:
+        best = column_tokens(frozen)[best]
+    return best.reshape(hidden.shape[:-1]).astype(jnp.int32), sure.reshape(hidden.shape[:-1])
 
 
 class TeacherView(NamedTuple):

@@ -27,10 +27,13 @@ class StageOneConfig:
     views: ViewMix = field(default_factory=lambda: ViewMix(0.35, 0.35, 0.30))
     late_views: ViewMix = field(default_factory=lambda: ViewMix(0.80, 0.10, 0.10))
     late_from: float = 2 / 3  # share of the steps after which `late_views` applies: slot 1 has to stay strong
+    own_tokens: float = 0.0  # chance, reached linearly, that a revealed slot holds the drafter's own first-pass token
 
     def __post_init__(self) -> None:
         if not 0 <= self.late_from <= 1:
             raise UserError(f"StageOneConfig.late_from={self.late_from} must be between 0 and 1")
+        if not 0 <= self.own_tokens <= 1:
+            raise UserError(f"StageOneConfig.own_tokens={self.own_tokens} must be between 0 and 1")
         if self.loss.needs_teacher:
             raise UserError("StageOneConfig.loss compares with a teacher's completion; only stage 2 has one")
 

@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dstill_jax import blocks as blocks_lib
 from dstill_jax.dims import Params
 from dstill_jax.distill import conditioning
 from dstill_jax.distill.conditioning import Frozen, Metrics, Task
 from dstill_jax.distill.config import StageOneConfig
-from dstill_jax.losses.chunked import greedy_with_confidence
 
 
 def stage_one_loss(
@@ -22,32 +21,29 @@ def stage_one_loss(
     progress: Float[Array, ""],
 ) -> tuple[Array, Array, Metrics]:
     """(loss sum, weight, metrics) of one batch. `progress` in [0, 1) picks the view mix."""
-    anchor_key, view_key = jax.random.split(key)
+    anchor_key, view_key, own_key = jax.random.split(key, 3)
     data = conditioning.condition(task, frozen, batch, anchor_key)
     context = conditioning.project(task, params, data)
-    confidence = None
-    if config.views.own_order or config.late_views.own_order:
-        confidence = _first_pass_confidence(task, params, frozen, data, context)
+    own_tokens = confidence = None
+    if config.views.own_order or config.late_views.own_order or config.own_tokens:
+        own_tokens, confidence = _first_pass(task, params, frozen, data, context)
     late = progress >= config.late_from
     shares = jnp.where(late, jnp.asarray(config.late_views.shares), jnp.asarray(config.views.shares))
     decay = jnp.where(late, config.late_views.prefix_decay, config.views.prefix_decay)
     revealed = blocks_lib.sample_views(view_key, shares, decay, data.blocks, confidence)
-    tokens = blocks_lib.mask_tokens(data.blocks.tokens, revealed, task.drafter.mask_token_id)
+    shown = data.blocks.tokens
+    if config.own_tokens:  # what refinement will see: its own guesses, some of them wrong; labels stay true
+        swap = jax.random.uniform(own_key, shown.shape) < config.own_tokens * progress
+        shown = jnp.where(swap & (jnp.arange(shown.shape[-1]) > 0), own_tokens, shown)
+    tokens = blocks_lib.mask_tokens(shown, revealed, task.drafter.mask_token_id)
     hidden = conditioning.run_pass(task, frozen, params, data, context, tokens)
     return conditioning.score(task, frozen, config.loss, data, hidden, revealed, progress)
 
 
-def _first_pass_confidence(
+def _first_pass(
     task: Task, params: Params, frozen: Frozen, data: conditioning.Conditioned, context: conditioning.ContextKV
-) -> Float[Array, "B A K"]:
-    """How sure the drafter is of each slot when nothing is revealed; no gradient."""
+) -> tuple[Int[Array, "B A K"], Float[Array, "B A K"]]:
+    """The drafter's own tokens, and how sure it is of each, when nothing is revealed; no gradient."""
     slots = jnp.arange(task.drafter.block_size) == 0
     tokens = blocks_lib.mask_tokens(data.blocks.tokens, slots, task.drafter.mask_token_id)
-    hidden = jax.lax.stop_gradient(conditioning.run_pass(task, frozen, params, data, context, tokens))
-    _, sure = greedy_with_confidence(
-        hidden.reshape(-1, hidden.shape[-1]),
-        frozen.head,
-        conditioning.banned_columns(task, frozen),
-        task.head_chunk,
-    )
-    return sure.reshape(hidden.shape[:-1])
+    return conditioning.pick(task, frozen, conditioning.run_pass(task, frozen, params, data, context, tokens))

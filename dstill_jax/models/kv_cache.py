@@ -6,7 +6,6 @@ masks decide what is visible, so stale slots past a row's length are harmless an
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 

@@ -9,10 +9,11 @@ import pytest
 from by_hand import greedy, log_softmax, one_pass, trajectory, valid_blocks
 
 from dstill_jax.distill import conditioning
+from dstill_jax.distill.conditioning import column_tokens
 from dstill_jax.distill.config import CurriculumConfig, StageTwoConfig, dflash_baseline
 from dstill_jax.distill.stage_one import stage_one_loss
 from dstill_jax.distill.stage_two import stage_two_loss
-from dstill_jax.distill.trajectories import column_tokens, teacher_trajectory
+from dstill_jax.distill.trajectories import teacher_trajectory
 from dstill_jax.losses.config import LossConfig, TermWeights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
