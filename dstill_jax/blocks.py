@@ -122,7 +122,7 @@ def sample_views(
     revealed = jnp.where(kind == 1, prefix, jnp.where(kind == 2, random, False))
     if confidence is not None:
         rank = jnp.argsort(jnp.argsort(-jnp.where(blocks.scored, confidence, -1.0), axis=-1), axis=-1)
-        count = jnp.minimum(jnp.ceil(ratio * blocks.scored.sum(-1, keepdims=True)), K - 2)  # one stays masked
+        count = jnp.ceil(ratio * (blocks.scored.sum(-1, keepdims=True) - 1))  # at least one stays masked
         revealed = jnp.where(kind == 3, rank < count, revealed)
     return (revealed & blocks.scored) | (slots == 0)
 

@@ -76,6 +76,9 @@ class BlockDiffusion:
         positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]
         context_mask = (jnp.arange(state.tokens.shape[1]) < anchor[:, None])[:, None]  # strictly before the anchor
 
+        # One pass commits everything, and left to right asks nobody: only the other orders compare slots.
+        ranked = self.passes > 1 and self.order != "left_to_right"
+
         def hidden_fn(tokens: Array, slots: Array) -> Array:
             x = target_lib.embed(weights.target, tokens)
             return drafter_lib.denoise(config, params, x, positions, state.context, context_mask, slots)
@@ -86,11 +89,12 @@ class BlockDiffusion:
             logits = target_lib.head(spec.target, weights.target, hidden[:, 0])
             logits = logits.at[..., config.mask_token_id].set(-jnp.inf)  # never drafted
             drawn = choose(logits, state.keys, anchor[:, None] + slots[:, 0], weights.draw, spec.greedy, spec.filtered)
+            if not ranked:
+                return drawn[:, None], jnp.ones_like(drawn, jnp.float32)[:, None]
             picked = jnp.take_along_axis(logits, drawn[..., None], axis=-1)[..., 0]
             sure = jnp.exp(picked - jax.nn.logsumexp(logits, axis=-1))
             return drawn[:, None], sure[:, None]
 
-        # One pass in any order commits everything.
         trajectory = refine(
             hidden_fn,
             choose_fn,
@@ -98,7 +102,7 @@ class BlockDiffusion:
             K,
             config.mask_token_id,
             self.passes,
-            self.order if self.passes > 1 else "quota",
+            self.order if ranked else "left_to_right",
             self.threshold,
         )
         return trajectory.tokens[:, 0, 1:]

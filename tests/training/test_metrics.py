@@ -67,7 +67,6 @@ def test_tensorboard_is_optional_and_named_when_missing(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
     writer = TensorBoardWriter(tmp_path, completed_steps=3)
     writer.write(4, {"train/loss": 1.0})
     writer.close()

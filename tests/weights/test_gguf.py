@@ -4,14 +4,13 @@ import json
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
+import tokenizers
 
 from dstill_jax.errors import UserError
 from dstill_jax.weights.gguf import convert_gguf, half_split_rows
-
-gguf = pytest.importorskip("gguf")
-tokenizers = pytest.importorskip("tokenizers")
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 64, 4, 2, 16, 96, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -246,7 +245,8 @@ def test_tokenizer_splits_digits_before_merging(converted):
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_splits_as_the_rule_says(converted, text: str):
     """Against a regular expression written from the rule: digits one by one, then the GPT-2 alternatives."""
-    regex = pytest.importorskip("regex")
+    import regex
+
     tokenizer = tokenizers.Tokenizer.from_file(str(converted[0] / "tokenizer.json"))
     rule = regex.compile(r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     # The digits are cut out first, so what comes before one ends there.
@@ -256,9 +256,11 @@ def test_tokenizer_splits_as_the_rule_says(converted, text: str):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_folder_works_in_transformers(converted):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
+    import torch
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(converted[0])
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id) == (
         2,
@@ -308,7 +310,8 @@ def test_smollm2_tokenizer_follows_its_rule(smollm2: Path):
 
 @pytest.mark.slow
 def test_smollm2_chat_template(smollm2: Path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     messages = [{"role": "user", "content": "What is 2+2?"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
@@ -323,12 +326,12 @@ def test_smollm2_agrees_with_transformers(smollm2: Path):
     """Same weights in LlamaForCausalLM: logits within 1e-4 of their largest, 64 greedy tokens the same."""
     import jax
     import jax.numpy as jnp
+    import torch
+    import transformers
 
     from dstill_jax.models.target import forward, head
     from dstill_jax.weights.load import load_target
 
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": TEXTS[0]}], tokenize=True, add_generation_prompt=True, return_dict=True

@@ -12,8 +12,6 @@ from dstill_jax.weights import tiny, tiny_corpus
 from dstill_jax.weights.byte_bpe import train_tokenizer
 from dstill_jax.weights.tiny import TinyConfig, train_tiny, with_minutes
 
-pytest.importorskip("tokenizers")
-
 SMALL = TinyConfig(
     steps=30, rows_per_step=2, context=64, num_layers=1, hidden_size=64, intermediate_size=96, vocab_size=512,
     max_files=40, train_prompts=50, held_out_prompts=20,
@@ -142,11 +140,12 @@ def _fast(tokenizer):
     return tokenizer.backend_tokenizer
 
 
+@pytest.mark.slow
 def test_folder_works_in_transformers(folder: Path):
     """The same weights give the same logits in an independent implementation of the architecture."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
     import jax.numpy as jnp
+    import torch
+    import transformers
 
     from dstill_jax.models.target import forward, head
     from dstill_jax.weights.load import load_target

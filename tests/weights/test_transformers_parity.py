@@ -49,8 +49,9 @@ def random_config(family: str, scaled: bool) -> TargetConfig:
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_transformers_computes_the_same_from_a_saved_target(family: str, scaled: bool, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     config = random_config(family, scaled)
     leaves, structure = jax.tree.flatten(init_params(config, jax.random.key(0)))
     rng = np.random.default_rng(0)
@@ -67,9 +68,10 @@ def test_transformers_computes_the_same_from_a_saved_target(family: str, scaled:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_rotary_tables_equal_those_of_transformers(scaled: bool, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+    import transformers.models.llama.modeling_llama as modeling
+
     config = random_config("llama", scaled)
     (tmp_path / "config.json").write_text(json.dumps(target_config_dict(config)))
     rotary = modeling.LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
