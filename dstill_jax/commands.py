@@ -1,6 +1,7 @@
 """What each `dstill` command does: reads its arguments, calls the library, prints. Called by `cli`."""
 
 import argparse
+import dataclasses
 import json
 import os
 import runpy
@@ -63,6 +64,7 @@ def run_train(args: argparse.Namespace) -> int:
     from dstill_jax.training.interrupt import Interrupted
 
     config = load_config(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
+    config = dataclasses.replace(config, target=resolve_target(config.target))
     try:
         print(run_stage(config, report=_say))
     except Interrupted as stop:

@@ -109,7 +109,7 @@ def run_stage(
       training.Interrupted: after saving on SIGTERM or SIGINT.
     """
     out = Path(config.out)
-    target = target or load_target(config.target, dtype=config.compute_dtype, scan_layers=False)
+    target = target or load_target(config.target, dtype=config.compute_dtype)
     drafter, trainable = _begin(config, target)
     dataset = ConversationDataset(config.data)
     live = _check_features(config, dataset, drafter, target)
