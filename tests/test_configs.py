@@ -23,7 +23,9 @@ def test_a_config_loads_and_explains_itself(path: Path) -> None:
 
 
 def test_stage_two_starts_from_the_drafter_of_stage_one() -> None:
-    first, second = (load_config(str(FILES[0].with_name(f"smollm2_{s}.py")), "CONFIG", []) for s in ("stage1", "stage2"))
+    first, second = (
+        load_config(str(FILES[0].with_name(f"smollm2_{s}.py")), "CONFIG", []) for s in ("stage1", "stage2")
+    )
     assert second.start_from == f"{first.out}/drafter"
     assert isinstance(second.objective, StageTwoConfig)
     assert second.objective.loss.first.teacher_kl == 0  # slot 1 keeps the text's own token
