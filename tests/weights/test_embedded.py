@@ -76,9 +76,6 @@ def test_split_is_fixed_disjoint_and_about_one_in_ten():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("humaneval", 164)])
 def test_real_prompt_sets(name: str, count: int, tmp_path: Path):
-    try:
-        rows = read_jsonl(fetch(name, tmp_path))
-    except UserError as error:
-        pytest.skip(str(error))
+    rows = read_jsonl(fetch(name, tmp_path))
     assert len(rows) == len({row["id"] for row in rows}) == count
     assert all(row["prompt"].strip() for row in rows)
