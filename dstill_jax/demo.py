@@ -116,9 +116,9 @@ def demo(target_name: str, minutes: float | None = None, out: str | None = None,
     source, train_rows, held_out = _material(target_name, folder)
     _say(f"2/4 the target answers {scale.rows} prompts")
     data = _answers(scale, source, train_rows, folder)
-    _say(f"3/4 training: {sum(r.train.total_steps for r in _runs(scale, source, data, folder).values())} steps in all")
     target = load_target(source)
     runs = _runs(scale, source, data, folder)
+    _say(f"3/4 training: {sum(config.train.total_steps for config in runs.values())} steps in all")
     for name, config in runs.items():
         _say(f"  {name}: {config.train.total_steps} steps ({_STEPS_OF[name]})")
         run_stage(config, target=target)

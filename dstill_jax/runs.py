@@ -202,14 +202,12 @@ def _freeze(
     scale: np.ndarray,
     live: bool,
 ) -> Frozen:
-    head, label_map = target_lib.head_matrix(target.config, target.params), None
+    head, vocabulary = target_lib.head_matrix(target.config, target.params), None
     if config.vocabulary is not None:
         texts = [dataset[i].tokens for i in range(len(dataset))]
         kept = initialise.training_vocabulary(texts, target.config.vocab_size, config.vocabulary)
-        columns = np.full(target.config.vocab_size, -1, np.int32)
-        columns[kept] = np.arange(len(kept), dtype=np.int32)
-        columns[drafter.mask_token_id] = -1  # never a label, never drafted
-        head, label_map = head[:, kept], jnp.asarray(columns)
+        kept = kept[kept != drafter.mask_token_id]  # never a label, never drafted
+        head, vocabulary = head[:, kept], jnp.asarray(kept)
     teacher = None
     if isinstance(config.objective, StageTwoConfig):
         loaded = load_drafter(config.teacher or config.start_from, target)  # type: ignore[arg-type]
@@ -219,7 +217,7 @@ def _freeze(
     return Frozen(
         embedding=target.params["embed"]["embedding"],
         head=head,
-        label_map=label_map,
+        vocabulary=vocabulary,
         tap_scale=jnp.asarray(scale),
         target=target.params if live else None,
         teacher=teacher,

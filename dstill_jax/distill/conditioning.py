@@ -38,7 +38,7 @@ class Frozen(NamedTuple):
 
     embedding: Float[Array, "V D"]  # of the target
     head: Float[Array, "D V'"]  # of the target, or the columns of a training vocabulary
-    label_map: Int[Array, "V"] | None  # token id -> head column, -1 outside the training vocabulary; None: identity
+    vocabulary: Int[Array, "V'"] | None  # token ids of the head's columns, ascending; None: every token
     tap_scale: Float[Array, "T*D"]  # taps are multiplied by it; `fold_tap_scale` moves it into the weights
     target: Params | None = None  # to compute features inside the step; None when the batch brings them
     teacher: Params | None = None  # stage 2
@@ -109,36 +109,21 @@ def run_pass(
 
 def to_columns(frozen: Frozen, tokens: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
     """Head columns of tokens; -1 for tokens outside the training vocabulary."""
-    return tokens if frozen.label_map is None else frozen.label_map[tokens]
-
-
-def banned_columns(task: Task, frozen: Frozen) -> Bool[Array, "V'"]:
-    """Head columns that are never drafted: the mask token's, and any that stands for no token."""
-    columns = jnp.arange(frozen.head.shape[1])
-    if frozen.label_map is None:
-        return columns == task.drafter.mask_token_id
-    used = jnp.where(frozen.label_map >= 0, frozen.label_map, columns.size)
-    named = jnp.zeros(columns.size, bool).at[used].set(True, mode="drop")
-    return ~named | (columns == frozen.label_map[task.drafter.mask_token_id])
-
-
-def column_tokens(frozen: Frozen) -> Int[Array, "V'"]:
-    """Token id of each head column: the inverse of `label_map`; 0, and banned, where a column stands for none."""
-    assert frozen.label_map is not None
-    V = frozen.label_map.shape[0]
-    target = jnp.where(frozen.label_map >= 0, frozen.label_map, frozen.head.shape[1])
-    return jnp.zeros(frozen.head.shape[1], jnp.int32).at[target].set(jnp.arange(V, dtype=jnp.int32), mode="drop")
+    if frozen.vocabulary is None:
+        return tokens
+    column = jnp.searchsorted(frozen.vocabulary, tokens)
+    found = frozen.vocabulary[jnp.minimum(column, frozen.vocabulary.shape[0] - 1)] == tokens
+    return jnp.where(found, column, -1)
 
 
 def pick(
     task: Task, frozen: Frozen, hidden: Float[Array, "B A R D"]
 ) -> tuple[Int[Array, "B A R"], Float[Array, "B A R"]]:
-    """The most likely token of each slot under the training head, and its probability; no gradient."""
+    """The most likely token of each slot under the training head, and its probability; never the mask, no gradient."""
+    tokens = jnp.arange(frozen.head.shape[1]) if frozen.vocabulary is None else frozen.vocabulary
     flat = jax.lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
-    best, sure = greedy_with_confidence(flat, frozen.head, banned_columns(task, frozen), task.head_chunk)
-    if frozen.label_map is not None:
-        best = column_tokens(frozen)[best]
-    return best.reshape(hidden.shape[:-1]).astype(jnp.int32), sure.reshape(hidden.shape[:-1])
+    best, sure = greedy_with_confidence(flat, frozen.head, tokens == task.drafter.mask_token_id, task.head_chunk)
+    return tokens[best].reshape(hidden.shape[:-1]).astype(jnp.int32), sure.reshape(hidden.shape[:-1])
 
 
 class TeacherView(NamedTuple):

@@ -32,9 +32,8 @@ def stage_one_loss(
     decay = jnp.where(late, config.late_views.prefix_decay, config.views.prefix_decay)
     revealed = blocks_lib.sample_views(view_key, shares, decay, data.blocks, confidence)
     shown = data.blocks.tokens
-    if (
-        config.own_tokens and own_tokens is not None
-    ):  # what refinement will see: its own guesses, some of them wrong; labels stay true
+    if own_tokens is not None and config.own_tokens:
+        # What refinement will see: its own guesses, some of them wrong. Labels stay true.
         swap = jax.random.uniform(own_key, shown.shape) < config.own_tokens * progress
         shown = jnp.where(swap & (jnp.arange(shown.shape[-1]) > 0), own_tokens, shown)
     tokens = blocks_lib.mask_tokens(shown, revealed, task.drafter.mask_token_id)

@@ -5,6 +5,7 @@ are decoded again one at a time, all arms interleaved prompt by prompt in one pr
 gets slower for all of them.
 """
 
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ def measure(
 ) -> tuple[EvaluationResult, dict[str, list[Completion]]]:
     """Decodes every prompt with every arm; returns the results and, by arm, the completions in prompt order.
 
-    Compilation and one warm-up prompt come before the timing. `report` is told (done, total) decodes.
+    Compilation and a warm-up round come before the timing. `report` is told (done, total) decodes.
 
     Raises:
       UserError: fewer than two prompts, two arms of one name, or an arm whose options its method does not read.
@@ -78,7 +79,7 @@ def measure(
         _decode_all(_session(target, arm, prompts, config, config.batch_size), requests, steps) for arm in arms
     ]
     for session in sessions if timed else ():
-        _decode(session, requests[0])
+        _decode(session, requests[0], rounds=1)  # compiles; the number of rounds is not part of the program
     seconds: list[list[float]] = [[] for _ in arms]
     for request in requests[:timed]:
         for k, session in enumerate(sessions):
@@ -114,8 +115,6 @@ def device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{jax.device_count()} x {device.device_kind}"
-    import os
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"CPU, {cores} cores ({_processor()})"
 
@@ -168,11 +167,11 @@ def _decode_all(session: Session, requests: Sequence[Request], steps: _Steps) ->
     return [done[request.id] for request in requests]
 
 
-def _decode(session: Session, request: Request) -> float:
-    """Decode seconds of one prompt: after its prefill, all rounds in one call on the device."""
+def _decode(session: Session, request: Request, rounds: int | None = None) -> float:
+    """Decode seconds of one prompt: after its prefill, all rounds (or the first few) in one call on the device."""
     state = session.start(session.idle(), [0], [request], 1)
     began = time.perf_counter()
-    session.advance(state, session.max_new_tokens)
+    session.advance(state, rounds or session.max_new_tokens)
     return time.perf_counter() - began
 
 

@@ -33,7 +33,7 @@ def case():
     frozen = Frozen(
         embedding=target.params["embed"]["embedding"],
         head=target_lib.head_matrix(target.config, target.params),
-        label_map=None,
+        vocabulary=None,
         tap_scale=jnp.ones(32),
         target=target.params,
         teacher=teacher.params,

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_hand import greedy, log_softmax, one_pass, trajectory, valid_blocks
+from by_hand import log_softmax, one_pass, trajectory, valid_blocks
 
 from dstill_jax.distill import conditioning
-from dstill_jax.distill.conditioning import column_tokens
 from dstill_jax.distill.config import CurriculumConfig, StageTwoConfig, dflash_baseline
 from dstill_jax.distill.stage_one import stage_one_loss
 from dstill_jax.distill.stage_two import stage_two_loss
@@ -22,15 +21,13 @@ KEY = jax.random.key(3)
 stage_one = jax.jit(stage_one_loss, static_argnames=("task", "config"))
 stage_two = jax.jit(stage_two_loss, static_argnames=("task", "config"))
 V, GAMMA = 37, 4.0
-SUBSET = np.random.default_rng(7).permutation(36)[:20]  # a training vocabulary in no particular order
+SUBSET = np.sort(np.random.default_rng(7).permutation(36)[:20])  # a training vocabulary
 
 
 @pytest.fixture(scope="module")
 def vocabularies(case):
     """Frozen arrays for the whole vocabulary and for a subset, and the token ids that may be drafted."""
-    label_map = np.full(V, -1, np.int32)
-    label_map[SUBSET] = np.arange(20)
-    subset = case.frozen._replace(head=case.frozen.head[:, SUBSET], label_map=jnp.asarray(label_map))
+    subset = case.frozen._replace(head=case.frozen.head[:, SUBSET], vocabulary=jnp.asarray(SUBSET))
     return {"whole": (case.frozen, np.arange(36), np.arange(V)), "subset": (subset, SUBSET, SUBSET)}
 
 
@@ -215,27 +212,29 @@ def test_context_is_projected_once_for_all_passes(case, order):
     assert products(jaxpr, (20, 16)).count(False) == 1  # once for the student
 
 
-def test_columns_map_back_to_token_ids(vocabularies):
+def test_columns_and_token_ids_map_onto_each_other(vocabularies):
     frozen, *_ = vocabularies["subset"]
-    assert np.asarray(column_tokens(frozen)).tolist() == SUBSET.tolist()
+    columns = np.asarray(conditioning.to_columns(frozen, jnp.arange(V)))
+    assert columns.tolist() == [SUBSET.tolist().index(t) if t in SUBSET else -1 for t in range(V)]
+    assert np.asarray(conditioning.to_columns(frozen._replace(vocabulary=None), jnp.arange(V))).tolist() == list(
+        range(V)
+    )
 
 
-def test_the_mask_token_is_never_drafted_by_a_teacher(case):
-    """Even when the teacher would rather say nothing else, and however the head's columns are laid out."""
+@pytest.mark.parametrize("kept", [None, [1, 5, 9, 36], [1, 5, 9]], ids=["whole", "with the mask", "without it"])
+def test_the_mask_token_is_never_drafted_by_a_teacher(case, kept):
+    """Even when the teacher would rather say nothing else."""
     mask = case.drafter.config.mask_token_id
-    kept = np.array([5, mask, 9, 1])
-    with_mask, without = np.full(V, -1, np.int32), np.full(V, -1, np.int32)
-    with_mask[kept] = without[kept] = np.arange(4)
-    without[mask] = -1
-    banned = []
-    for label_map in (with_mask, without):
-        frozen = case.frozen._replace(head=case.frozen.head[:, kept], label_map=jnp.asarray(label_map))
-        banned.append(np.asarray(conditioning.banned_columns(case.task, frozen)).tolist())
-    assert banned == [[False, True, False, False]] * 2
-    assert np.flatnonzero(conditioning.banned_columns(case.task, case.frozen)).tolist() == [mask]
-    logits = np.zeros(V)
-    logits[mask] = 9
-    assert greedy(logits, np.arange(36)) != mask
+    assert mask == 36
+    frozen = case.frozen
+    if kept is not None:
+        frozen = frozen._replace(head=frozen.head[:, np.array(kept)], vocabulary=jnp.asarray(kept))
+    wanted = jnp.asarray(case.frozen.head[:, mask])  # as close to the mask token's row as can be
+    tokens, sure = conditioning.pick(case.task, frozen, jnp.stack([wanted, -wanted])[None, None])
+    logits = np.stack([wanted, -wanted]) @ np.asarray(case.frozen.head)
+    allowed = np.setdiff1d(np.arange(V) if kept is None else kept, [mask])
+    assert tokens[0, 0].tolist() == allowed[np.argmax(logits[:, allowed], axis=-1)].tolist()
+    assert ((np.asarray(sure) > 0) & (np.asarray(sure) <= 1)).all()
 
 
 @pytest.mark.parametrize("changes", [{"passes": 0}, {"order": "random"}])
