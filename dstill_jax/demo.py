@@ -27,7 +27,7 @@ from dstill_jax.models.target import Target
 from dstill_jax.runs import RunConfig, run_stage
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.weights.embedded import fetch, gsm8k_split, read_jsonl
-from dstill_jax.weights.load import load_drafter, load_target
+from dstill_jax.weights.load import describe_target, load_drafter, load_target
 
 STAGE_ONE_SHARE = 0.6  # of the steps of the baseline; stage 2, or its control, gets the rest
 
@@ -164,20 +164,12 @@ def _answers(scale: Scale, source: str, prompts: Path, folder: Path) -> Path:
             batch_size=48,
             workers=scale.workers,
             record_features=True,
-            tap_ids=scale.shape.build(load_config(source)).target_layer_ids,
+            tap_ids=scale.shape.build(describe_target(source).config).target_layer_ids,
         )
     )
     if summary.new_tokens:
         _say(f"  {summary.new_tokens} tokens, {summary.tokens_per_second:.0f} a second")
     return folder / "data"
-
-
-def load_config(source: str) -> Any:
-    """The target's configuration without its weights."""
-    from dstill_jax.weights.folders import read_json
-    from dstill_jax.weights.hf_config import parse_target_config
-
-    return parse_target_config(read_json(Path(source) / "config.json"))
 
 
 def _runs(scale: Scale, source: str, data: Path, folder: Path) -> dict[str, RunConfig]:

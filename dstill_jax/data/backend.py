@@ -89,15 +89,9 @@ class TargetBackend:
     @functools.cached_property
     def _described(self) -> Any:
         """A Target without parameters."""
-        from dstill_jax.models.target import Target
-        from dstill_jax.weights.folders import read_json, resolve_folder
-        from dstill_jax.weights.hf_config import parse_target_config
-        from dstill_jax.weights.safetensors_io import open_weights
+        from dstill_jax.weights.load import describe_target
 
-        folder = resolve_folder(self._config.target)
-        path, generation = folder / "config.json", folder / "generation_config.json"
-        config = parse_target_config(read_json(path), read_json(generation) if generation.exists() else None)
-        return Target(config, {}, str(folder), open_weights(folder).fingerprint(path.read_bytes()))
+        return describe_target(self._config.target)
 
     @functools.cached_property
     def _target(self) -> Any:

@@ -5,6 +5,7 @@ with stacked layers, one weight kind (all its layers) at a time.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -69,18 +70,29 @@ def load_target(
       >>> target = load_target("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
     """
     wanted = numpy_dtype(dtype)
+    described, files = _open_target(path_or_hub_id)
+    with _blaming(Path(described.source)):
+        entries = target_entries(described.config)
+        check_tensors(files, entries, described.config)
+        stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
+        params = read_params(files, entries, wanted, stacked)
+    return dataclasses.replace(described, params=params)
+
+
+def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
+    """A target without its parameters: configuration, fingerprint and tokenizer cost no memory. Errors as `load_target`."""
+    return _open_target(path_or_hub_id)[0]
+
+
+def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
     folder = resolve_folder(path_or_hub_id)
     generation_file = folder / "generation_config.json"
     with _blaming(folder / CONFIG_FILE):
         generation = read_json(generation_file) if generation_file.exists() else None
         config = parse_target_config(read_json(folder / CONFIG_FILE), generation)
     files = open_weights(folder)
-    with _blaming(folder):
-        entries = target_entries(config)
-        check_tensors(files, entries, config)
-        stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
-        params = read_params(files, entries, wanted, stacked)
-    return Target(config, params, str(folder), files.fingerprint((folder / CONFIG_FILE).read_bytes()))
+    fingerprint = files.fingerprint((folder / CONFIG_FILE).read_bytes())
+    return Target(config, {}, str(folder), fingerprint), files
 
 
 def load_drafter(

@@ -46,6 +46,22 @@ def test_recorded_features_are_those_of_a_plain_forward_pass(target):
         np.testing.assert_allclose(features, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("method", ["autoregressive", "dflash"])
+def test_a_shared_prefix_changes_no_token_and_no_feature(target, drafter, method):
+    """Its caches, its drafter context and its recorded features are those of the whole prompts."""
+    prefix = [7, 3, 11, 5, 2]
+    requests = [Request(i, [*prefix, *tail], 5) for i, tail in enumerate(([1], [4, 9, 6], [8, 10, 1, 3, 2, 9, 12]))]
+    options = {"method": method, "drafter": drafter, "record_taps": (0, 1), **SHAPE}
+    whole, shared = ({c.id: c for c in Session(target, **options, shared_prefix=p).run(requests)} for p in ((), prefix))
+    for request in requests:
+        a, b = whole[request.id], shared[request.id]
+        assert (a.tokens, a.acceptance_lengths) == (b.tokens, b.acceptance_lengths)
+        np.testing.assert_allclose(a.features, b.features, rtol=2e-3, atol=2e-3)
+    for tokens in ([7, 3, 11, 5], prefix, [1, 2, 3, 4, 5, 6]):
+        with pytest.raises(UserError, match="shared prefix"):
+            list(Session(target, **SHAPE, shared_prefix=prefix).run([Request(0, tokens)]))
+
+
 def test_nothing_compiles_after_the_first_request(target, drafter):
     random = np.random.default_rng(0)
 

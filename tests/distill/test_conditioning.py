@@ -194,6 +194,21 @@ def test_own_order_views_run_and_the_late_mix_takes_over(case):
     assert 0 < early[1] < late[1]
 
 
+def test_revealed_slots_may_hold_the_drafters_own_tokens(case):
+    """Not at the start, not in fully masked views, and never in the labels' place."""
+
+    def loss(own_tokens, progress, views):
+        config = StageOneConfig(views=views, late_views=views, own_tokens=own_tokens)
+        total, weight, _ = stage_one(case.task, config, case.drafter.params, case.frozen, case.batch, KEY, progress)
+        return float(total), float(weight)
+
+    random = ViewMix(0, 0, 1)
+    assert loss(1.0, 0.0, random) == loss(0.0, 0.0, random)
+    assert loss(1.0, 0.9, ViewMix()) == loss(0.0, 0.9, ViewMix())
+    swapped, plain = loss(1.0, 0.9, random), loss(0.0, 0.9, random)
+    assert swapped[0] != plain[0] and swapped[1] == plain[1]  # other inputs, the same slots scored
+
+
 def test_stage_one_has_no_teacher_to_learn_from():
     with pytest.raises(ValueError, match="only stage 2"):
         StageOneConfig(loss=LossConfig(rest=TermWeights(teacher_kl=1.0)))

@@ -1,0 +1,55 @@
+"""`measure` on a tiny target: what is decoded in batches and what is timed alone."""
+
+from pathlib import Path
+
+import pytest
+
+from dstill_jax.decoding.generate import generate
+from dstill_jax.errors import UserError
+from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
+from dstill_jax.weights.load import load_drafter, load_target
+
+CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
+PROMPTS = [[5, 9, 7], [11, 12, 13, 14, 15], [3, 30]]
+
+
+@pytest.fixture(scope="module")
+def arms():
+    target = load_target(CASE / "target")
+    drafter = load_drafter(CASE / "draft", target)
+    return target, [
+        Arm("plain", "autoregressive"),
+        Arm("drafted", "dflash", drafter, "golden", {"draft_tokens": 3}, training_steps=7),
+    ]
+
+
+def test_all_prompts_are_decoded_and_the_first_ones_timed(arms, quick_compilation) -> None:
+    target, arms = arms
+    told = []
+    config = EvaluationConfig(max_new_tokens=12, stop_token_ids=(), batch_size=2, timed_prompts=2)
+    result, completions = measure(
+        target, arms, PROMPTS, config, prompts_name="three", report=lambda *progress: told.append(progress)
+    )
+    plain, drafted = result.arms
+    expected = generate(target, PROMPTS, max_new_tokens=12, stop_token_ids=())
+    assert [c.tokens for c in completions["plain"]] == [c.tokens for c in completions["drafted"]] == expected.tokens
+    assert result.identical_outputs(drafted) == 3
+    assert (plain.tokens, plain.drafted_length, drafted.drafted_length) == ((12,) * 3, 0, 3)
+    assert [len(arm.seconds) for arm in result] == [2, 2] and min(drafted.seconds) > 0
+    assert result.speedup(drafted).prompts == 2
+    assert told[-1] == (10, 10)  # two arms: three prompts in batches and two alone
+
+
+def test_nothing_is_timed_when_nothing_is_asked_for(arms, quick_compilation) -> None:
+    target, arms = arms
+    config = EvaluationConfig(max_new_tokens=12, stop_token_ids=(), batch_size=2, timed_prompts=0)
+    result, _ = measure(target, arms[:1], PROMPTS, config, prompts_name="three")
+    assert result.arms[0].seconds is None and result.arms[0].tokens_per_second is None
+
+
+def test_one_prompt_and_equal_names_are_refused(arms) -> None:
+    target, arms = arms
+    with pytest.raises(UserError, match="prompt"):
+        measure(target, arms, PROMPTS[:1], EvaluationConfig(), prompts_name="one")
+    with pytest.raises(UserError, match="names"):
+        measure(target, arms[:1] * 2, PROMPTS, EvaluationConfig(), prompts_name="twice")
