@@ -133,8 +133,10 @@ def run_stage(
         on_step,
     )
     params = fold_tap_scale(state["ema"], frozen.tap_scale)
+    vocabulary = None if frozen.vocabulary is None else tuple(np.asarray(frozen.vocabulary).tolist())
     folder = out / "drafter"
-    save_drafter(folder, Drafter(drafter, params, str(folder), target.fingerprint), target.config, dtype="float32")
+    trained = Drafter(drafter, params, str(folder), target.fingerprint, vocabulary)
+    save_drafter(folder, trained, target.config, dtype="float32")
     return folder
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dstill_jax.decoding.sampling import choose
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
+from dstill_jax.models.layers import output_first
 from dstill_jax.refinement import CommitOrder, refine
 
 
@@ -59,6 +60,19 @@ class PromptLookup:
         return jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1)
 
 
+def _draft_logits(
+    spec: DecodeSpec, weights: Weights, hidden: Float[Array, "B R D"]
+) -> tuple[Float[Array, "B R V|V'"], tuple[Int[Array, "V'"], int] | None]:
+    """Logits of what may be drafted, the mask token excluded, and which tokens they are of (None: of all)."""
+    assert spec.drafter is not None
+    mask = spec.drafter.mask_token_id
+    if weights.draft_head is None:
+        return target_lib.head(spec.target, weights.target, hidden).at[..., mask].set(-jnp.inf), None
+    rows, tokens = weights.draft_head
+    logits = output_first(rows, hidden, jnp.float32)
+    return jnp.where(tokens == mask, -jnp.inf, logits), (tokens, spec.target.vocab_size)
+
+
 @dataclass(frozen=True)
 class BlockDiffusion:
     """The drafter on one block after the last committed token: slot 0 is that token, W slots are masked."""
@@ -86,12 +100,13 @@ class BlockDiffusion:
         def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
             # The drafter draws with the noise the target will draw with: at a temperature, agreeing on the noise is
             # what lets a good draft be accepted; losslessness does not depend on it.
-            logits = target_lib.head(spec.target, weights.target, hidden[:, 0])
-            logits = logits.at[..., config.mask_token_id].set(-jnp.inf)  # never drafted
-            drawn = choose(logits, state.keys, anchor[:, None] + slots[:, 0], weights.draw, spec.greedy, spec.filtered)
+            where = anchor[:, None] + slots[:, 0]
+            logits, columns = _draft_logits(spec, weights, hidden[:, 0])
+            drawn = choose(logits, state.keys, where, weights.draw, spec.greedy, spec.filtered, columns)
             if not ranked:
                 return drawn[:, None], jnp.ones_like(drawn, jnp.float32)[:, None]
-            picked = jnp.take_along_axis(logits, drawn[..., None], axis=-1)[..., 0]
+            column = drawn if columns is None else jnp.searchsorted(columns[0], drawn)
+            picked = jnp.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
             sure = jnp.exp(picked - jax.nn.logsumexp(logits, axis=-1))
             return drawn[:, None], sure[:, None]
 

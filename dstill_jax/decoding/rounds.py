@@ -58,7 +58,7 @@ def _remember(
     return state._replace(cache=out.cache, context=context, features=features)
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("spec", "chunk"), donate_argnames="state")
 def prefill(
     spec: DecodeSpec,
     weights: Weights,
@@ -69,8 +69,12 @@ def prefill(
     prompt_lengths: Int[Array, "P"],
     limits: Int[Array, "P"],
     keys: UInt32[Array, "P 2"],
+    chunk: int,
 ) -> DecodeState:
     """Starts P requests in the given rows (a row >= B starts nothing) and draws the first token of each.
+
+    The prompts pass through the target `chunk` tokens at a time, as often as the longest of them needs: one compiled
+    program for prompts of every length up to N.
 
     Args:
       prefix: one row that has already seen the tokens with which all prompts begin; `prompts` then holds what follows.
@@ -81,11 +85,23 @@ def prefill(
     part = init_state(spec, weights, P, seen + N)  # as short as the prompts: idle capacity would cost attention
     if prefix is not None:
         part = put_rows(part, jnp.arange(P), repeat_row(prefix, P))
-    positions = seen + jnp.broadcast_to(jnp.arange(N), (P, N))
-    start = jnp.full(P, seen, jnp.int32)
-    out = target_lib.forward(spec.target, weights.target, prompts, positions, part.cache, start, spec.tap_ids)
-    part = _remember(spec, weights, part, out, positions)
-    last = jnp.take_along_axis(out.hidden, (prompt_lengths - seen - 1)[:, None, None], axis=1)
+    last_slots = prompt_lengths - seen - 1
+
+    def read_chunk(i: Int[Array, ""], carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        part, last = carry
+        offset = jnp.minimum(i * chunk, N - chunk)  # the last chunk may read again what the one before it has read
+        tokens = jax.lax.dynamic_slice_in_dim(prompts, offset, chunk, axis=1)
+        start = jnp.full(P, seen, jnp.int32) + offset
+        positions = start[:, None] + jnp.arange(chunk)
+        out = target_lib.forward(spec.target, weights.target, tokens, positions, part.cache, start, spec.tap_ids)
+        here = last_slots - offset
+        found = jnp.take_along_axis(out.hidden, jnp.clip(here, 0, chunk - 1)[:, None, None], axis=1)
+        last = jnp.where(((0 <= here) & (here < chunk))[:, None, None], found, last)
+        return _remember(spec, weights, part, out, positions), last
+
+    nothing = jnp.zeros((P, 1, spec.target.hidden_size), weights.target["embed"]["embedding"].dtype)
+    passes = jnp.max(last_slots) // chunk + 1
+    part, last = jax.lax.fori_loop(0, passes, read_chunk, (part, nothing))
     first = _draw(spec, weights, target_lib.head(spec.target, weights.target, last), keys, prompt_lengths[:, None])
     stopped = _is_stop(weights, first[:, 0])
     part = part._replace(

@@ -76,18 +76,36 @@ def position_noise(keys: UInt32[Array, "B 2"], positions: Int[Array, "B N"], voc
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, positions)
 
 
+def first_argmax(scores: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+    """argmax over the last axis, lowest index on ties.
+
+    Two plain reductions with the axis in front, where `output_first` has left it: on a CPU both vectorise, which the
+    paired reduction of `jnp.argmax` does not (48 rows of 49,152: 3 ms instead of 10).
+    """
+    scores = jnp.moveaxis(scores, -1, 0)
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    return jnp.where(scores == scores.max(axis=0), index, scores.shape[0] - 1).min(axis=0)
+
+
 def choose(
-    logits: Float[Array, "B N V"],
+    logits: Float[Array, "B N V|V'"],
     keys: UInt32[Array, "B 2"],
     positions: Int[Array, "B N"],
     draw: Draw,
     greedy: bool,
     filtered: bool,
+    columns: tuple[Int[Array, "V'"], int] | None = None,
 ) -> Int[Array, "B N"]:
-    """The token at each position. `greedy` and `filtered` are static: they decide what is computed at all."""
+    """The token at each position. `greedy` and `filtered` are static: they decide what is computed at all.
+
+    Args:
+      columns: for logits of some tokens only, their ids and the size of the whole vocabulary, over which noise is drawn.
+    """
     if not greedy:
         logits = logits / draw.temperature
         if filtered:
             logits = filter_logits(logits, draw)
-        logits = logits + position_noise(keys, positions, logits.shape[-1])
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        noise = position_noise(keys, positions, logits.shape[-1] if columns is None else columns[1])
+        logits = logits + (noise if columns is None else noise[..., columns[0]])
+    column = first_argmax(logits)
+    return column if columns is None else columns[0][column]

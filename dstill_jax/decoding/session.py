@@ -16,14 +16,19 @@ import numpy as np
 from dstill_jax.decoding.proposers import Autoregressive, BlockDiffusion, PromptLookup
 from dstill_jax.decoding.rounds import decode_rounds, prefill
 from dstill_jax.decoding.sampling import Draw, SamplingConfig
-from dstill_jax.decoding.state import DecodeSpec, DecodeState, Proposer, Weights, init_state
+from dstill_jax.decoding.state import DecodeSpec, DecodeState, DraftHead, Proposer, Weights, init_state
+from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
+from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.layers import store_output_first
 from dstill_jax.models.target import Target
 from dstill_jax.refinement import check_order
 
 METHODS = ("autoregressive", "lookup", "dflash", "refine")
 _BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
+# Rows of one prefill pass: as many as it takes until arithmetic, not reading the weights, sets its time.
+_PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 2048, 96
 _STOP_SLOTS = 8
 
 
@@ -129,6 +134,16 @@ def check_pair(target: Target, drafter: Drafter) -> None:
         )
 
 
+def _draft_weights(target: Target, drafter: Drafter) -> tuple[Params, DraftHead | None]:
+    """The drafter's parameters, stored as the target stores its own, and its part of the head."""
+    stacked = target_lib.is_stacked(target.params)
+    params = drafter.params if stacked else store_output_first(drafter.params)
+    if drafter.vocabulary is None:
+        return params, None
+    tokens = jnp.asarray(drafter.vocabulary, jnp.int32)
+    return params, DraftHead(target_lib.head_rows(target.config, target.params, tokens), tokens)
+
+
 def _bucket(n: int) -> int:
     return -(-n // _BUCKET) * _BUCKET
 
@@ -182,9 +197,11 @@ class Session:
         self.spec = DecodeSpec.make(
             target.config, None if drafter is None else drafter.config, proposer, sampling, record_taps
         )
+        drafter_params, draft_head = (None, None) if drafter is None else _draft_weights(target, drafter)
         self.weights = Weights(
             target.params,
-            None if drafter is None else drafter.params,
+            drafter_params,
+            draft_head,
             Draw.of(sampling),
             jnp.asarray((*stops, *[-1] * (_STOP_SLOTS - len(stops))), jnp.int32),
         )
@@ -198,22 +215,24 @@ class Session:
         row = init_state(self.spec, self.weights, 1, n)
         tokens, length = np.asarray(self.shared_prefix, np.int32)[None], np.full(1, n, np.int32)
         key = np.zeros((1, 2), np.uint32)
-        return prefill(self.spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key)
+        return prefill(self.spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key, n)
 
     def start(self, state: DecodeState, rows: Sequence[int], requests: Sequence[Request], width: int) -> DecodeState:
         """Prefills `requests` into `rows`; `width` >= len(requests) is the compiled number of rows."""
         began = time.perf_counter()
         P = width
         seen = len(self.shared_prefix)
-        longest = max(len(request.tokens) for request in requests) - seen
-        prompts = np.zeros((P, min(_bucket(longest), self.capacity - seen)), np.int32)
+        N = min(_bucket(self.max_prompt_tokens - seen), self.capacity - seen)
+        prompts = np.zeros((P, N), np.int32)
         lengths, limits, keys = np.full(P, seen + 1, np.int32), np.zeros(P, np.int32), np.zeros((P, 2), np.uint32)
         places = np.full(P, self.batch_size, np.int32)  # out of range: dropped
         for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
             n = len(request.tokens)
             prompts[i, : n - seen], lengths[i], limits[i] = request.tokens[seen:], n, n + self.max_new_tokens
             keys[i], places[i] = request.key_data(), row
-        state = prefill(self.spec, self.weights, state, self._prefix, places, prompts, lengths, limits, keys)
+        together = _PREFILL_TOKENS_CPU if jax.default_backend() == "cpu" else _PREFILL_TOKENS
+        chunk = min(N, max(_BUCKET, together // P))
+        state = prefill(self.spec, self.weights, state, self._prefix, places, prompts, lengths, limits, keys, chunk)
         state.length.block_until_ready()
         self.clock.prefill += time.perf_counter() - began
         return state

@@ -15,11 +15,19 @@ from dstill_jax.models.drafter import ContextKV
 from dstill_jax.models.kv_cache import KVCache
 
 
+class DraftHead(NamedTuple):
+    """The head for the tokens that a drafter was trained to draft."""
+
+    rows: Float[Array, "V' D"]
+    tokens: Int[Array, "V'"]  # their ids, ascending
+
+
 class Weights(NamedTuple):
     """Everything a round reads and never changes."""
 
     target: Params
     drafter: Params | None
+    draft_head: DraftHead | None  # None: the drafter drafts with the target's whole head
     draw: Draw
     stop_token_ids: Int[Array, "M"]  # padded with -1, which is no token
 

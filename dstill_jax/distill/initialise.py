@@ -13,6 +13,7 @@ from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
+from dstill_jax.models.layers import store_input_first
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _float32(x: Array) -> Array:
 
 def _as_draft_layer(config: DrafterConfig, target: TargetConfig, layer: Params, fresh: Params) -> Params:
     """A target layer as a draft layer. A target without head norms gets norms of the scale its heads have."""
-    layer = jax.tree.map(_float32, layer)
+    layer = jax.tree.map(_float32, store_input_first(layer))
     attention = {name: layer["attention"][name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     if target.attention_bias:
         raise UserError("init_from_layers: the target's attention has biases, which a drafter cannot hold")

@@ -156,3 +156,4 @@ class Drafter:
     params: Params
     source: str = ""
     target_fingerprint: str | None = None  # of the target it was trained on, when recorded
+    vocabulary: tuple[int, ...] | None = None  # token ids it was trained to draft, ascending; None: all

@@ -2,6 +2,8 @@
 
 Parameters keep the dtype they are stored in; the arithmetic runs in the dtype of the activations, so float32 masters
 with bfloat16 activations need no second copy of the weights.
+
+The name of a matrix says how it lies: a `kernel` is [in, out], a `weight` is [out, in], as checkpoints store it.
 """
 
 import flax.linen as nn
@@ -9,21 +11,60 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dstill_jax.dims import Params
 from dstill_jax.models.attention import apply_rope
 
 _INIT = nn.initializers.normal(0.02)
 
 
+def output_first(
+    weight: Float[Array, "O I"], x: Float[Array, "*batch I"], dtype: jnp.dtype | None = None
+) -> Float[Array, "*batch O"]:
+    """x W^T as (W x^T)^T, accumulated in `dtype`: how few rows meet a large matrix fastest on a CPU.
+
+    XLA's CPU products copy their right factor into blocks first. Here that is the rows, not the matrix: 30 layers of
+    SmolLM2 take 20 ms for 4 rows this way and 25 ms with kernels [in, out]; its tied head 5.5 ms instead of 8.
+    """
+    y = jnp.einsum("oi,...i->o...", weight, x, preferred_element_type=dtype)
+    # The barrier keeps XLA from turning the product round again.
+    return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)
+
+
+def store_output_first(params: Params) -> Params:
+    """The same parameters with every kernel [in, out] as a weight [out, in]."""
+    return _turned(params, "kernel", "weight")
+
+
+def store_input_first(params: Params) -> Params:
+    """The same parameters with every weight [out, in] as a kernel [in, out]."""
+    return _turned(params, "weight", "kernel")
+
+
+def _turned(params: Params, old: str, new: str) -> Params:
+    turned: Params = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            turned[name] = _turned(value, old, new)
+        elif name == old:
+            turned[new] = value.swapaxes(-1, -2)
+        else:
+            turned[name] = value
+    return turned
+
+
 class Linear(nn.Module):
-    """y = x W (+ b), W stored [in, out]."""
+    """y = x W (+ b); made with a kernel, and content with a weight instead."""
 
     features: int
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch D"]) -> Array:
-        kernel = self.param("kernel", _INIT, (x.shape[-1], self.features), jnp.float32)
-        y = x @ kernel.astype(x.dtype)
+        if self.has_variable("params", "weight"):
+            y = output_first(self.get_variable("params", "weight").astype(x.dtype), x)
+        else:
+            kernel = self.param("kernel", _INIT, (x.shape[-1], self.features), jnp.float32)
+            y = x @ kernel.astype(x.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y = y + bias.astype(x.dtype)

@@ -18,7 +18,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import kv_cache
 from dstill_jax.models.attention import grouped_attention, rope_tables
 from dstill_jax.models.kv_cache import KVCache
-from dstill_jax.models.layers import AttentionProjections, GatedMLP, RMSNorm
+from dstill_jax.models.layers import AttentionProjections, GatedMLP, RMSNorm, output_first
 
 
 class TargetOutput(NamedTuple):
@@ -79,8 +79,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole target. `scan_layers` stacks the layers' parameters on a leading axis and compiles one of them.
 
-    Scanning is right on accelerators and for training; unrolled layers decode about 10 % faster on a CPU, where
-    taking a slice of stacked weights costs memory traffic.
+    Scanning is right on accelerators; unrolled layers, their matrices stored output first, decode faster on a CPU.
     """
 
     config: TargetConfig
@@ -212,16 +211,30 @@ def forward(
 
 def head_matrix(config: TargetConfig, params: Params) -> Float[Array, "D V"]:
     """The output matrix: the transposed embedding when tied."""
-    return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
+    rows = _head_rows(config, params)
+    return params["head"]["kernel"] if rows is None else rows.T
+
+
+def head_rows(config: TargetConfig, params: Params, tokens: Int[Array, "V'"]) -> Float[Array, "V' D"]:
+    """What the head multiplies with to get the logits of these tokens only."""
+    rows = _head_rows(config, params)
+    return params["head"]["kernel"][:, tokens].T if rows is None else rows[tokens]
+
+
+def _head_rows(config: TargetConfig, params: Params) -> Float[Array, "V D"] | None:
+    """The output matrix by tokens, where it is stored so."""
+    return params["embed"]["embedding"] if config.tie_embeddings else params["head"].get("weight")
 
 
 def head(config: TargetConfig, params: Params, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Logits, float32."""
+    rows = _head_rows(config, params)
     with jax.named_scope("head"):
-        if config.tie_embeddings:  # contract over the embedding's last axis: no transposed copy
-            embedding = params["embed"]["embedding"]
-            return jnp.einsum("...d,vd->...v", hidden, embedding, preferred_element_type=jnp.float32)
-        return jnp.einsum("...d,dv->...v", hidden, params["head"]["kernel"], preferred_element_type=jnp.float32)
+        if rows is None:
+            return jnp.einsum("...d,dv->...v", hidden, params["head"]["kernel"], preferred_element_type=jnp.float32)
+        if is_stacked(params):  # contract over the last axis: no transposed copy
+            return jnp.einsum("...d,vd->...v", hidden, rows, preferred_element_type=jnp.float32)
+        return output_first(rows, hidden, jnp.float32)
 
 
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:

@@ -6,6 +6,7 @@ with stacked layers, one weight kind (all its layers) at a time.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -61,7 +62,8 @@ def load_target(
     Args:
       path_or_hub_id: a folder with `config.json` and safetensors (one file or shards in bf16, f16 or f32), or a hub id.
       dtype: of the parameters: "float32", "bfloat16" or "float16".
-      scan_layers: True stacks the layers' parameters on a leading axis; None: stacked unless the backend is a CPU.
+      scan_layers: True stacks the layers' parameters on a leading axis; False keeps a subtree per layer, its matrices
+        stored output first (`models/layers.py`); None: stacked unless the backend is a CPU.
 
     Raises:
       UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named.
@@ -75,7 +77,8 @@ def load_target(
         entries = target_entries(described.config)
         check_tensors(files, entries, described.config)
         stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
-        params = read_params(files, entries, wanted, stacked)
+        placed = entries if stacked else [entry.output_first() for entry in entries]
+        params = read_params(files, placed, wanted, stacked)
     return dataclasses.replace(described, params=params)
 
 
@@ -120,8 +123,19 @@ def load_drafter(
         check_tensors(files, entries, config)
         params = read_params(files, entries, wanted, stacked=False)
     provenance = folder / PROVENANCE_FILE
-    fingerprint = read_json(provenance).get("target_fingerprint") if provenance.exists() else None
-    return Drafter(config, params, str(folder), fingerprint)
+    known = read_json(provenance) if provenance.exists() else {}
+    with _blaming(provenance):
+        vocabulary = _checked_vocabulary(known.get("vocabulary"), config.vocab_size)
+    return Drafter(config, params, str(folder), known.get("target_fingerprint"), vocabulary)
+
+
+def _checked_vocabulary(tokens: Any, vocab_size: int) -> tuple[int, ...] | None:
+    if tokens is None:
+        return None
+    whole = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
+    if not whole or not tokens or any(a >= b for a, b in itertools.pairwise(tokens)):
+        raise UserError(f"vocabulary must list distinct token ids of 0..{vocab_size - 1} in ascending order")
+    return tuple(tokens)
 
 
 def save_target(path: str | os.PathLike[str], config: TargetConfig, params: Params, dtype: str = "float32") -> None:
@@ -141,7 +155,7 @@ def save_target(path: str | os.PathLike[str], config: TargetConfig, params: Para
 def save_drafter(
     path: str | os.PathLike[str], drafter: Drafter, target_config: TargetConfig, dtype: str = "bfloat16"
 ) -> None:
-    """Write a drafter in the public DFlash layout; the target's fingerprint goes to a file of its own.
+    """Write a drafter in the public DFlash layout; the target's fingerprint and the vocabulary go to a file of their own.
 
     Raises:
       UserError: the drafter does not fit the target or its own config, or the folder holds other weights.
@@ -150,8 +164,9 @@ def save_drafter(
     folder = Path(path)
     config = drafter_config_dict(drafter.config, target_config, _checked(dtype))
     pairs = match_tree(drafter_entries(drafter.config), drafter.params)
-    provenance = {"target_fingerprint": drafter.target_fingerprint} if drafter.target_fingerprint else None
-    _save(folder, config, pairs, dtype, provenance)
+    provenance = {"target_fingerprint": drafter.target_fingerprint, "vocabulary": drafter.vocabulary}
+    provenance = {name: value for name, value in provenance.items() if value is not None}
+    _save(folder, config, pairs, dtype, provenance or None)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ class TensorEntry:
     shape: tuple[int, ...]  # in the file; a matrix is [out, in]
     layer: int | None = None
 
+    def output_first(self) -> "TensorEntry":
+        """The same tensor for a tree that holds its matrices as the file does, [out, in]."""
+        return dataclasses.replace(self, path=(*self.path[:-1], "weight")) if self.transpose else self
+
     @property
     def transpose(self) -> bool:
         """Whether the tree holds the matrix as [in, out]."""
@@ -148,6 +152,8 @@ def match_tree(entries: list[TensorEntry], params: Params) -> list[tuple[TensorE
     unused = set(found)
     pairs = []
     for entry in entries:
+        if entry.output_first().tree_path(stacked) in found:
+            entry = entry.output_first()
         path = entry.tree_path(stacked)
         if path not in found:
             raise UserError(f"the parameters lack {'/'.join(path)}, which the config asks for")

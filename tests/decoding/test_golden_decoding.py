@@ -11,12 +11,16 @@ from dstill_jax.weights.load import load_drafter, load_target
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 REFERENCE = Path(__file__).parents[1] / "reference"
+REST = [("qwen3_tiny", False), ("llama_tied", True)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_tiny", pytest.param("llama_tied", marks=pytest.mark.slow)])
-def test_tokens_and_acceptance_lengths_equal_the_reference(name):
+@pytest.mark.parametrize(
+    "name, scan_layers",
+    [("qwen3_tiny", True), ("llama_tied", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
+)
+def test_tokens_and_acceptance_lengths_equal_the_reference(name, scan_layers):
     expected = np.load(REFERENCE / name / "expected.npz")
-    target = load_target(REFERENCE / name / "target", scan_layers=True)
+    target = load_target(REFERENCE / name / "target", scan_layers=scan_layers)
     drafter = load_drafter(REFERENCE / name / "draft", target)
     prompt = expected["prompt"][0].tolist()
     text = expected["ar_generated"][0].tolist()[len(prompt) :]

@@ -50,6 +50,28 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
     )
 
 
+def test_the_first_argmax_is_that_of_numpy():
+    random = np.random.default_rng(0)
+    for shape in ((50,), (3, 50), (2, 3, 1), (2, 1, 700)):
+        scores = random.integers(0, 4, shape).astype(np.float32)  # many ties
+        scores[..., 0] = -np.inf
+        np.testing.assert_array_equal(sampling.first_argmax(jnp.asarray(scores)), scores.argmax(-1))
+    assert 0 <= int(sampling.first_argmax(jnp.full(7, jnp.nan))) < 7  # a token, whatever the target computes
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(), SamplingConfig(1.0), SamplingConfig(0.7, top_k=4, top_p=0.8)])
+def test_logits_of_some_tokens_draw_as_if_the_others_were_impossible(config):
+    random = np.random.default_rng(1)
+    logits = jnp.asarray(random.normal(size=(2, 9, 40)), jnp.float32)
+    keys, positions = jnp.asarray([[1, 2], [3, 4]], jnp.uint32), jnp.asarray(random.integers(0, 99, (2, 9)))
+    tokens = jnp.asarray([1, 5, 6, 20, 39])
+    possible = jnp.full_like(logits, -jnp.inf).at[..., tokens].set(logits[..., tokens])
+    static = {"greedy": config.greedy, "filtered": config.top_k is not None}
+    whole = choose(possible, keys, positions, Draw.of(config), **static)
+    part = sampling.choose(logits[..., tokens], keys, positions, Draw.of(config), **static, columns=(tokens, 40))
+    np.testing.assert_array_equal(part, whole)
+
+
 def test_a_draw_depends_on_request_and_position_only():
     """The same logits at the same position give the same token, whatever the batch around them."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 30)), jnp.float32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plain_decoding import NEW, REQUESTS, decode, oracle_session, run
+from plain_decoding import NEW, REQUESTS, WIDTH, decode, oracle_session, run
 from tiny_models import random_target
 
 import dstill_jax as dj
@@ -60,6 +60,27 @@ def test_a_shared_prefix_changes_no_token_and_no_feature(target, drafter, method
     for tokens in ([7, 3, 11, 5], prefix, [1, 2, 3, 4, 5, 6]):
         with pytest.raises(UserError, match="shared prefix"):
             list(Session(target, **SHAPE, shared_prefix=prefix).run([Request(0, tokens)]))
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "dflash"])
+def test_prompts_longer_than_a_prefill_pass_are_read_in_several(target, drafter, method):
+    """Lengths around the multiples of the pass (32 tokens), the last pass overlapping the one before it."""
+    random = np.random.default_rng(3)
+    requests = [Request(i, random.integers(0, 37, n).tolist(), 5) for i, n in enumerate((1, 32, 33, 44, 43, 31))]
+    options = {"batch_size": 4, "max_prompt_tokens": 44, "max_new_tokens": 12, "stop_token_ids": []}
+    session = Session(target, drafter=drafter, method=method, record_taps=(0, 1), **options)
+    state = session.start(session.idle(), [0, 1, 2, 3], requests[:4], 4)  # 4 rows: 32 tokens of each at a time
+    assert state.length.tolist() == [2, 33, 34, 45]
+    done = run(session, requests)
+    for request in requests:
+        expected = decode(target, request, 12)
+        assert done[request.id].tokens == expected
+        tokens = np.zeros(WIDTH, np.int32)
+        tokens[: len(request.tokens) + 11] = [*request.tokens, *expected[:-1]]
+        out = target_lib.forward(target.config, target.params, tokens[None], np.arange(WIDTH)[None], tap_ids=(0, 1))
+        n = len(request.tokens) + 11
+        features = np.concatenate([out.taps, out.hidden], -1)[0, :n]
+        np.testing.assert_allclose(done[request.id].features, features, rtol=2e-3, atol=2e-3)
 
 
 def test_nothing_compiles_after_the_first_request(target, drafter):

@@ -13,6 +13,7 @@ from dstill_jax.config import Llama3RopeScaling, RopeConfig
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.attention import rope_inverse_frequencies, rope_tables
+from dstill_jax.models.layers import store_input_first, store_output_first
 from dstill_jax.models.target import Target
 from dstill_jax.weights.load import load_target
 
@@ -99,6 +100,25 @@ def test_stacked_and_unrolled_layers_agree_with_and_without_a_cache(target, toke
     np.testing.assert_allclose(hidden, plain.hidden, rtol=1e-4, atol=1e-5)
     back = target_lib.unstack_layers(stacked.params)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, target.params))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_stored_output_first_compute_the_same(tied):
+    target = random_target(tie_embeddings=tied, attention_bias=True)
+    turned = store_output_first(target.params)
+    assert "kernel" not in {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(turned)}
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), store_input_first(turned), target.params))
+    row, positions = np.array([[4, 0, 36], [1, 2, 3]]), np.tile(np.arange(3), (2, 1))
+    outs = [forward(target.config, params, row, positions, tap_ids=TAPS) for params in (target.params, turned)]
+    np.testing.assert_allclose(outs[0].hidden, outs[1].hidden, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(outs[0].taps, outs[1].taps, rtol=1e-5, atol=1e-5)
+    whole = np.asarray(outs[0].hidden) @ np.asarray(target_lib.head_matrix(target.config, target.params))
+    for params in (target.params, turned):
+        matrix = target_lib.head_matrix(target.config, params)
+        np.testing.assert_array_equal(
+            target_lib.head_rows(target.config, params, np.array([5, 0])), np.asarray(matrix).T[[5, 0]]
+        )
+        np.testing.assert_allclose(target_lib.head(target.config, params, outs[0].hidden), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

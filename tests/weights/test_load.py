@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_model
+from dstill_jax.models.layers import store_input_first
 from dstill_jax.models.target import Target, init_params, stack_layers
 from dstill_jax.weights.load import load_drafter, load_target, save_target
 
@@ -76,7 +77,7 @@ def test_a_loaded_target_gives_the_reference_logits_and_taps(case: str, scan_lay
 def test_stacked_loading_equals_stacking_the_unrolled_form(case: str) -> None:
     unrolled = load_target(REFERENCE / case / "target", scan_layers=False)
     stacked = load_target(REFERENCE / case / "target", scan_layers=True)
-    assert_same_tree(stacked.params, stack_layers(unrolled.params))
+    assert_same_tree(stacked.params, stack_layers(store_input_first(unrolled.params)))
     assert stacked.fingerprint == unrolled.fingerprint
 
 
@@ -91,7 +92,7 @@ def test_layers_are_unrolled_on_a_cpu_and_stacked_elsewhere_by_default() -> None
 def test_the_map_covers_exactly_what_the_modules_create(case: str) -> None:
     target = load_target(REFERENCE / case / "target")
     fresh = init_params(target.config, jax.random.key(0))
-    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, target.params)
+    assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, store_input_first(target.params))
 
 
 # --- dtypes ---------------------------------------------------------------------------------------------------------

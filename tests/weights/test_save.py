@@ -1,6 +1,7 @@
 """Saving whole models: the published layout, round trips, and what a failed save leaves behind."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,18 @@ def test_the_fingerprint_of_the_target_is_kept_beside_the_public_layout(tmp_path
     assert load_drafter(tmp_path, target).target_fingerprint == target.fingerprint
     save_drafter(tmp_path, drafter, target.config)  # saving over it must not leave the old claim behind
     assert load_drafter(tmp_path, target).target_fingerprint is None
+
+
+def test_the_vocabulary_of_a_drafter_is_kept_beside_the_public_layout(tmp_path: Path) -> None:
+    target = load_target(REFERENCE / "llama_tied" / "target")
+    drafter = load_drafter(REFERENCE / "llama_tied" / "draft", target)
+    assert drafter.vocabulary is None
+    save_drafter(tmp_path, dataclasses.replace(drafter, vocabulary=(3, 7, 130)), target.config)
+    assert load_drafter(tmp_path, target).vocabulary == (3, 7, 130)
+    for wrong in ([], [3, 3], [7, 3], [131], [-1], [1.5], "3", [True]):
+        (tmp_path / "dstill.json").write_text(json.dumps({"vocabulary": wrong}))
+        with pytest.raises(UserError, match=r"dstill.json: vocabulary must list distinct token ids of 0..130"):
+            load_drafter(tmp_path, target)
 
 
 @pytest.mark.parametrize("case", CASES)
