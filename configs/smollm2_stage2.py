@@ -16,17 +16,17 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from dstill_jax.distill.config import StageTwoConfig
+from dstill_jax.distill.config import CurriculumConfig, StageTwoConfig
 from dstill_jax.losses.config import LossConfig, TermWeights
 
 _STAGE1 = runpy.run_path(str(Path(__file__).with_name("smollm2_stage1.py")))
-_LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0), gamma=4.0)
+_LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=0.5, data_ce=0.5), gamma=4.0)
 
 
 def _distil(config, out: str, steps: int):
     return dataclasses.replace(
         config,
-        objective=StageTwoConfig(_LOSS),
+        objective=StageTwoConfig(_LOSS, CurriculumConfig(fraction=0.15)),
         out=out,
         new=None,
         start_from=f"{config.out}/drafter",

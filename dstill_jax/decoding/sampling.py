@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dstill_jax.errors import UserError
 
@@ -53,17 +53,32 @@ class Draw(NamedTuple):
 
 
 def filter_logits(logits: Float[Array, "*batch V"], draw: Draw) -> Float[Array, "*batch V"]:
-    """Sets to -inf what top-k and top-p exclude."""
-    V = logits.shape[-1]
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    kth = jnp.take(ordered, jnp.minimum(draw.top_k, V) - 1, axis=-1)[..., None]
-    kept = jnp.where(ordered >= kth, ordered, -jnp.inf)
-    probability = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability  # mass of the strictly likelier tokens
-    within = (before < draw.top_p) | (draw.top_p >= 1)  # rounding must not cut the tail when nothing is to be cut
-    last = jnp.sum(within & (kept > -jnp.inf), axis=-1, keepdims=True) - 1
-    threshold = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
-    return jnp.where(logits >= jnp.maximum(threshold, kth), logits, -jnp.inf)
+    """Sets to -inf what top-k and top-p exclude.
+
+    Nothing is sorted: the lowest logit to keep is found bit by bit, each bit a sum over the vocabulary.
+    """
+    logits = logits + 0.0  # -0 and 0 are one number
+    kept = jnp.where(_reaching(logits, jnp.ones_like(logits), draw.top_k), logits, -jnp.inf)
+    # Rounding must not cut the tail when nothing is to be cut.
+    enough = jnp.where(draw.top_p < 1, draw.top_p, jnp.inf)
+    return jnp.where(_reaching(kept, jax.nn.softmax(kept, axis=-1), enough), kept, -jnp.inf)
+
+
+def _reaching(
+    scores: Float[Array, "*batch V"], weights: Float[Array, "*batch V"], enough: Float[Array, ""]
+) -> Bool[Array, "*batch V"]:
+    """The highest scores whose weights together reach `enough`, ties of the last one included; all if none do."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    # As unsigned numbers in the order of the floats: negative ones reversed, below the others.
+    order = jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))).astype(jnp.uint32)
+
+    def set_bit(i: Int[Array, ""], floor: UInt32[Array, "*batch 1"]) -> UInt32[Array, "*batch 1"]:
+        higher = floor | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        total = jnp.sum(jnp.where(order >= higher, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(total >= enough, higher, floor)
+
+    floor = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((*scores.shape[:-1], 1), jnp.uint32))
+    return order >= floor
 
 
 def position_noise(keys: UInt32[Array, "B 2"], positions: Int[Array, "B N"], vocab_size: int) -> Array:
