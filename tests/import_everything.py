@@ -25,7 +25,6 @@ OPTIONAL = (
     "tokenizers",
     "torch",
     "transformers",
-    "tyro",
 )
 
 
