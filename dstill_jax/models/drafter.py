@@ -14,17 +14,32 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax.config import DrafterConfig
 from dstill_jax.dims import Params
-from dstill_jax.models.attention import block_attention, rope_tables
+from dstill_jax.errors import UserError
+from dstill_jax.models.attention import rope_tables
+from dstill_jax.models.block_sharding import spread_block_attention
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, Linear, RMSNorm
 
 ContextKV = tuple[tuple[Float[Array, "B G E C"], Float[Array, "B G C E"]], ...]
 """Keys and values of the projected context, a pair per draft layer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What training trades for memory; no number of the result depends on it beyond rounding."""
+
+    remat_layers: bool = False  # the backward pass computes each draft layer again instead of keeping its activations
+    anchor_chunk: int | None = None  # anchors whose attention scores exist at one time; they are computed again, too
+
+    def __post_init__(self) -> None:
+        if self.anchor_chunk is not None and self.anchor_chunk < 1:
+            raise UserError(f"Memory.anchor_chunk={self.anchor_chunk} must be at least 1, or None for all at once")
+
+
 class DrafterLayer(nn.Module):
     """One draft layer. The same k and v projections act on the context and on the block."""
 
     config: DrafterConfig
+    anchor_chunk: int | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -57,18 +72,21 @@ class DrafterLayer(nn.Module):
             rope = tuple(jnp.take_along_axis(table, rows, axis=2) for table in rope)  # type: ignore[assignment]
             block_mask = jnp.take_along_axis(block_mask, rows, axis=2)
         q = self.attention.queries(normed, *rope)
-        x = x + self.attention.output(block_attention(q, *context_kv, context_mask, k, v, block_mask))
+        attended = spread_block_attention(q, *context_kv, context_mask, k, v, block_mask, self.anchor_chunk)
+        x = x + self.attention.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DrafterModule(nn.Module):
     config: DrafterConfig
+    memory: Memory = Memory()
 
     def setup(self) -> None:
         c = self.config
+        layer = nn.remat(DrafterLayer) if self.memory.remat_layers else DrafterLayer
         self.fc = Linear(c.hidden_size)
         self.hidden_norm = RMSNorm(c.rms_norm_eps)
-        self.layers = [DrafterLayer(c) for _ in range(c.num_layers)]
+        self.layers = [layer(c, self.memory.anchor_chunk) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps)
 
     def project_context(self, taps: Float[Array, "B S T*D"]) -> Float[Array, "B S D"]:
@@ -133,6 +151,7 @@ def denoise(
     context_kv: ContextKV,
     context_mask: Bool[Array, "B A C"],
     query_slots: Int[Array, "B A R"] | None = None,
+    memory: Memory = Memory(),
 ) -> Float[Array, "B A R|K D"]:
     """One pass over A blocks of K embedded slots; returns what the target's head reads.
 
@@ -143,7 +162,7 @@ def denoise(
       query_slots: compute the outputs of these slots only, [.., R]; the last layer is then cheaper.
     """
     with jax.named_scope("drafter"):
-        return DrafterModule(config).apply(  # type: ignore[return-value]
+        return DrafterModule(config, memory).apply(  # type: ignore[return-value]
             {"params": params}, x, positions, context_kv, context_mask, query_slots, method="denoise"
         )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dstill_jax.models.attention import apply_rope
+from dstill_jax.sharding.weights import matmul
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -23,7 +24,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch D"]) -> Array:
         kernel = self.param("kernel", _INIT, (x.shape[-1], self.features), jnp.float32)
-        y = x @ kernel.astype(x.dtype)
+        y = matmul(x, kernel, f"{self.name}/kernel")
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y = y + bias.astype(x.dtype)

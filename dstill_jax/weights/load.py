@@ -36,6 +36,7 @@ from dstill_jax.weights.names import (
     set_leaf,
     target_entries,
 )
+from dstill_jax.weights.load_sharded import read_sharded, to_tree_layout
 from dstill_jax.weights.safetensors_io import (
     WEIGHTS_FILE,
     WeightFiles,
@@ -54,7 +55,10 @@ Place = Callable[[tuple[str, ...], np.ndarray], Any]
 
 
 def load_target(
-    path_or_hub_id: str | os.PathLike[str], dtype: str = "float32", scan_layers: bool | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: str = "float32",
+    scan_layers: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Target:
     """A frozen target from a Hugging Face folder or hub id (Qwen3 and Llama-3.x).
 
@@ -62,9 +66,11 @@ def load_target(
       path_or_hub_id: a folder with `config.json` and safetensors (one file or shards in bf16, f16 or f32), or a hub id.
       dtype: of the parameters: "float32", "bfloat16" or "float16".
       scan_layers: True stacks the layers' parameters on a leading axis; None: stacked unless the backend is a CPU.
+      mesh: spread the parameters over it as `sharding/rules.py` says; each process reads its own byte ranges only.
 
     Raises:
-      UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named.
+      UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named. A
+        parameter does not divide over the mesh.
 
     Example:
       >>> target = load_target("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
@@ -75,7 +81,7 @@ def load_target(
         entries = target_entries(described.config)
         check_tensors(files, entries, described.config)
         stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
-        params = read_params(files, entries, wanted, stacked)
+        params = _read(files, entries, wanted, stacked, mesh)
     return dataclasses.replace(described, params=params)
 
 
@@ -96,7 +102,10 @@ def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, Weight
 
 
 def load_drafter(
-    path_or_hub_id: str | os.PathLike[str], target: Target | None = None, dtype: str = "float32"
+    path_or_hub_id: str | os.PathLike[str],
+    target: Target | None = None,
+    dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Drafter:
     """A drafter in the public DFlash layout.
 
@@ -104,6 +113,7 @@ def load_drafter(
       path_or_hub_id: a folder with `config.json` and `model.safetensors`, or a hub id.
       target: when given, the drafter must have been made for a target of this shape.
       dtype: of the parameters: "float32", "bfloat16" or "float16".
+      mesh: spread the parameters over it, as in `load_target`.
 
     Raises:
       UserError: the folder cannot be represented exactly, or does not fit the target; both values are named.
@@ -118,7 +128,7 @@ def load_drafter(
     with _blaming(folder):
         entries = drafter_entries(config)
         check_tensors(files, entries, config)
-        params = read_params(files, entries, wanted, stacked=False)
+        params = _read(files, entries, wanted, False, mesh)
     provenance = folder / PROVENANCE_FILE
     fingerprint = read_json(provenance).get("target_fingerprint") if provenance.exists() else None
     return Drafter(config, params, str(folder), fingerprint)
@@ -179,6 +189,14 @@ def check_tensors(files: WeightFiles, entries: list[TensorEntry], config: Target
             )
 
 
+def _read(
+    files: WeightFiles, entries: list[TensorEntry], dtype: np.dtype, stacked: bool, mesh: jax.sharding.Mesh | None
+) -> Params:
+    if mesh is None:
+        return read_params(files, entries, dtype, stacked)
+    return read_sharded(files, entries, dtype, stacked, mesh)
+
+
 def read_params(
     files: WeightFiles,
     entries: list[TensorEntry],
@@ -204,15 +222,7 @@ def read_params(
 
 
 def _read_cast(files: WeightFiles, entry: TensorEntry, dtype: np.dtype) -> np.ndarray:
-    value = files.read(entry.name)
-    if value.dtype == dtype and not entry.transpose:
-        return value
-    result = aligned_empty(entry.tree_shape, dtype)
-    with np.errstate(over="ignore"):
-        np.copyto(result, value.T if entry.transpose else value, casting="unsafe")
-    if dtype == np.float16 and value.dtype != dtype and not np.isfinite(result).all():
-        raise UserError(f"{entry.name} does not fit into float16; load it as bfloat16 or float32")
-    return result
+    return to_tree_layout(files.read(entry.name), entry, dtype)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""A small training run, for one device and for meshes of eight simulated ones. Imported in processes of the tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_models import drafter_config, random_drafter, random_target
+
+from dstill_jax.blocks import ViewMix
+from dstill_jax.config import TargetConfig
+from dstill_jax.data.pipeline import PipelineConfig
+from dstill_jax.distill.conditioning import Frozen
+from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
+from dstill_jax.losses.config import LossConfig, TermWeights
+from dstill_jax.models import target as target_lib
+from dstill_jax.models.drafter import Memory
+from dstill_jax.runs import RunConfig, loss_function
+from dstill_jax.sharding import MeshConfig, batch_sharding, build_mesh, tree_shardings
+from dstill_jax.training import OptimizerConfig, TrainConfig, build_optimizer, init_state, make_train_step
+
+S, ROWS, ANCHORS = 32, 8, 8
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
+DRAFTER = {"intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+OBJECTIVES = {
+    # Every view, the drafter's own order among them, and the terms that need the target's distribution.
+    "stage1": StageOneConfig(
+        LossConfig(TermWeights(data_ce=1.0), TermWeights(data_ce=0.5, target_kl=0.3, target_l1=0.2)),
+        ViewMix(0.4, 0.2, 0.2, 0.2),
+        ViewMix(0.8, 0.1, 0.1),
+        own_tokens=0.3,
+    ),
+    "stage2": StageTwoConfig(
+        LossConfig(TermWeights(data_ce=1.0), TermWeights(hard_ce=0.2, teacher_kl=1.0), kl_direction="reverse")
+    ),
+}
+
+
+def run_config(stage: str, mesh: MeshConfig, memory: Memory, steps: int, accumulate: int) -> RunConfig:
+    return RunConfig(
+        target="memory",
+        data="memory",
+        out="memory",
+        objective=OBJECTIVES[stage],
+        optimizer=OptimizerConfig(learning_rate=1e-2, ema_decay=0.5),
+        train=TrainConfig(total_steps=steps, accumulate_steps=accumulate),
+        batches=PipelineConfig(seq_len=S, batch_size=ROWS),
+        start_from="memory",
+        anchors_per_row=ANCHORS,
+        compute_dtype="float32",
+        head_chunk=12,
+        mesh=mesh,
+        memory=memory,
+    )
+
+
+def batch_of(step: int) -> dict[str, np.ndarray]:
+    """Packed rows of very unequal numbers of supervised tokens; one row has none."""
+    random = np.random.default_rng((5, step))
+    cut = random.integers(4, S - 4, (ROWS, 1))
+    at = np.arange(S)
+    ids = np.where(at < cut, 1, 2).astype(np.int32)
+    supervised = random.random((ROWS, S)) < np.linspace(0, 1, ROWS)[:, None]
+    tokens = random.integers(0, SHAPE["vocab_size"] - 1, (ROWS, S)).astype(np.int32)
+    positions = np.where(at < cut, at, at - cut).astype(np.int32)
+    return {"tokens": tokens, "loss_mask": supervised, "document_ids": ids, "positions": positions}
+
+
+@functools.cache
+def weights(tied: bool, stacked: bool):
+    target = random_target(tie_embeddings=tied, **SHAPE)
+    params = target_lib.stack_layers(target.params) if stacked else target.params
+    student, teacher = (random_drafter(target, seed, **DRAFTER) for seed in (1, 2))
+    scale = jnp.asarray(np.random.default_rng(3).uniform(0.5, 2, 64), jnp.float32)
+    frozen = Frozen(params["embed"]["embedding"], target_lib.head_matrix(target.config, params), None, scale, params)
+    return target.config, student, frozen._replace(teacher=teacher.params)
+
+
+def prepare(
+    stage: str,
+    mesh_config: MeshConfig,
+    memory: Memory = Memory(),
+    *,
+    steps: int = 6,
+    accumulate: int = 1,
+    tied: bool = False,
+    stacked: bool = True,
+):
+    """(train step, state, frozen, how to place a batch) of the run on this mesh."""
+    target, student, frozen = weights(tied, stacked)
+    config = run_config(stage, mesh_config, memory, steps, accumulate)
+    optimizer = build_optimizer(config.optimizer, steps)
+    create = functools.partial(init_state, optimizer=optimizer, seed=0)
+    if mesh_config.size == 1:
+        state = create(student.params)
+        step = make_train_step(loss_function(config, target, student.config), optimizer, config.train)
+        return step, state, frozen, jax.device_put
+    mesh = build_mesh(mesh_config)
+    places = tree_shardings(jax.eval_shape(create, student.params), mesh)
+    state = jax.jit(create, out_shardings=places)(student.params)
+    loss = loss_function(config, target, student.config, mesh)
+    step = make_train_step(loss, optimizer, config.train, state_shardings=places)
+    rows = batch_sharding(mesh, split_rows=mesh_config.split_rows)
+    return (
+        step,
+        state,
+        jax.device_put(frozen, tree_shardings(frozen, mesh)),
+        functools.partial(jax.device_put, device=rows),
+    )
+
+
+def losses_of(stage: str, mesh: MeshConfig, memory: Memory = Memory(), **options) -> dict[str, list[float]]:
+    """The curve of every metric over a short run, and the final weights' norm."""
+    step, state, frozen, place = prepare(stage, mesh, memory, **options)
+    curves: dict[str, list[float]] = {}
+    for i in range(options.get("steps", 6)):
+        state, metrics = step(state, frozen, place(batch_of(i)))
+        for name, (total, weight) in jax.device_get(metrics).items():
+            curves.setdefault(name, []).append(float(total / max(weight, 1e-9)))
+    curves["params"] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state["params"])]
+    curves["ema"] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state["ema"])]
+    return curves
