@@ -28,6 +28,7 @@ from dstill_jax.weights.hf_config import (
     parse_target_config,
     target_config_dict,
 )
+from dstill_jax.weights.load_sharded import read_sharded, to_tree_layout
 from dstill_jax.weights.names import (
     TensorEntry,
     drafter_entries,
@@ -36,7 +37,6 @@ from dstill_jax.weights.names import (
     set_leaf,
     target_entries,
 )
-from dstill_jax.weights.load_sharded import read_sharded, to_tree_layout
 from dstill_jax.weights.safetensors_io import (
     WEIGHTS_FILE,
     WeightFiles,

@@ -1,14 +1,23 @@
-"""A small training run, for one device and for meshes of eight simulated ones. Imported in processes of the tests."""
+"""A small training run, for one device and for meshes of eight simulated ones.
+
+`python sharded_case.py FUNCTION ARGUMENTS_AS_JSON` calls one function of this file and prints its result as JSON: the
+number of devices is fixed when jax starts, so the tests run it in processes of their own.
+"""
 
 import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_models import drafter_config, random_drafter, random_target
+from tiny_models import random_drafter, random_target
 
 from dstill_jax.blocks import ViewMix
-from dstill_jax.config import TargetConfig
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
@@ -81,7 +90,7 @@ def prepare(
     mesh_config: MeshConfig,
     memory: Memory = Memory(),
     *,
-    steps: int = 6,
+    steps: int = 4,
     accumulate: int = 1,
     tied: bool = False,
     stacked: bool = True,
@@ -109,14 +118,59 @@ def prepare(
     )
 
 
-def losses_of(stage: str, mesh: MeshConfig, memory: Memory = Memory(), **options) -> dict[str, list[float]]:
-    """The curve of every metric over a short run, and the final weights' norm."""
-    step, state, frozen, place = prepare(stage, mesh, memory, **options)
-    curves: dict[str, list[float]] = {}
-    for i in range(options.get("steps", 6)):
+def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, list[float]]:
+    """The curve of every metric over a short run, and the norm of every final weight and average."""
+    step, state, frozen, place = prepare(stage, MeshConfig(**mesh), Memory(**(memory or {})), **options)
+    values: dict[str, list[float]] = {}
+    for i in range(options.get("steps", 4)):
         state, metrics = step(state, frozen, place(batch_of(i)))
         for name, (total, weight) in jax.device_get(metrics).items():
-            curves.setdefault(name, []).append(float(total / max(weight, 1e-9)))
-    curves["params"] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state["params"])]
-    curves["ema"] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state["ema"])]
-    return curves
+            values.setdefault(name, []).append(float(total / max(weight, 1e-9)))
+    for name in ("params", "ema"):
+        values[name] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state[name])]
+    return values
+
+
+def compiled_facts(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, Any]:
+    """The result shapes of all all-gathers of a compiled step, and which of its arguments are whole everywhere."""
+    from dstill_jax.planning.hlo import parse
+
+    step, state, frozen, place = prepare(stage, MeshConfig(**mesh), Memory(**(memory or {})), **options)
+    arguments = (state, frozen, place(batch_of(0)))
+    compiled = step.lower(*arguments).compile()
+    computations, _ = parse(compiled.as_text())
+    gathers, replicated = [], []
+    for computation in computations.values():
+        for i in computation.values():
+            if i.opcode in ("all-gather", "all-gather-start"):
+                gathers += [list(s.dims) for s in i.shapes]
+    places, _ = compiled.input_shardings
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(places), strict=True):
+        if sharding.is_fully_replicated:
+            replicated.append([jax.tree_util.keystr(path, simple=True, separator="/"), leaf.nbytes])
+    return {"gathers": gathers, "replicated": replicated}
+
+
+def call(function: str, devices: int = 8, **arguments) -> Any:
+    """`function(**arguments)` of this file in a process with so many simulated devices."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    command = [sys.executable, str(Path(__file__)), function, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def many(calls: list[tuple[str, dict]]) -> list[Any]:
+    """Several calls in one process, so that jax starts once."""
+    return [globals()[function](**arguments) for function, arguments in calls]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)  # as the fixture `quick_compilation`
+    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))
