@@ -179,14 +179,15 @@ def run_plan(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, "CONFIG", args.overrides)
     config = dataclasses.replace(config, target=resolve_target(config.target))
+    shape = runpy.run_path(args.config).get("SHAPE")
     if not args.search:
-        values = planning.plan(config, args.slice)
+        values = planning.plan(config, args.slice, shape=shape)
         print(plan_text(values))
         _write_json(args.json, values)
         return
     if args.limit < 1:
         raise UserError(f"limit={args.limit} must be at least 1")
-    found = planning.search(config, args.slice, limit=args.limit, report=_say)
+    found = planning.search(config, args.slice, limit=args.limit, report=_say, shape=shape)
     if not found:
         raise UserError(f"no setting of the search divides over {args.slice}; give mesh.* yourself, without --search")
     print(plan_text(found[0]))

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import math
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageTwoConfig
+from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
@@ -69,29 +72,31 @@ class AbstractRun:
 def device_bytes(tree: Any) -> float:
     """Bytes that a tree of placed shapes takes on one device."""
     return float(
-        sum(jnp.dtype(x.dtype).itemsize * _product(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+        sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
     )
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)
+def drafter_config(config: RunConfig, target: TargetConfig, shape: DrafterShape | None = None) -> DrafterConfig:
+    """The drafter of a run: `new`, or the folder it goes on from, or `shape` where that folder is not there yet.
 
-
-def drafter_config(config: RunConfig, target: TargetConfig) -> DrafterConfig:
-    """The drafter of a run: described by `new`, or by the folder it goes on from.
-
-    Stage 2 of a run whose stage 1 does not exist yet is planned with `new` given by the caller.
+    Raises UserError when none of them tells.
     """
     if config.new is not None:
         return config.new.build(target)
     from dstill_jax.weights.load import load_drafter
 
-    return load_drafter(config.start_from or "").config
+    folder = config.start_from or ""
+    if Path(folder, "config.json").exists():
+        return load_drafter(folder).config
+    if shape is None:
+        raise UserError(
+            f"the run goes on from {folder}, which is not there, so its drafter's shape is not known;"
+            " let the config file export SHAPE, a DrafterShape"
+        )
+    return shape.build(target)
 
 
-def abstract_run(
-    config: RunConfig, target: TargetConfig, drafter: DrafterConfig, devices: list[Any], live_target: bool = True
-) -> AbstractRun:
+def abstract_run(config: RunConfig, target: TargetConfig, drafter: DrafterConfig, devices: list[Any]) -> AbstractRun:
     """The train step of a run on these devices, and the shapes it takes.
 
     Raises UserError when mesh, model and batch do not divide.
@@ -115,15 +120,12 @@ def abstract_run(
         head=jax.ShapeDtypeStruct((target.hidden_size, columns), compute),
         vocabulary=None if config.vocabulary is None else jax.ShapeDtypeStruct((columns,), jnp.int32),
         tap_scale=jax.ShapeDtypeStruct((drafter.num_taps * drafter.hidden_size,), jnp.float32),
-        target=target_params if live_target else None,
+        target=target_params,
         teacher=student if isinstance(config.objective, StageTwoConfig) else None,
     )
     shape = (config.batches.batch_size, config.batches.seq_len)
     kinds = {"tokens": jnp.int32, "loss_mask": jnp.bool_, "document_ids": jnp.int32, "positions": jnp.int32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
-    if not live_target:
-        width = (drafter.num_taps + 1) * drafter.hidden_size
-        batch["features"] = jax.ShapeDtypeStruct((*shape, width), jnp.float16)
     step = make_train_step(
         loss_function(config, target, drafter, mesh),
         optimizer,

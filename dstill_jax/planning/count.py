@@ -117,7 +117,7 @@ class Program:
         return total + sum(self._fused_flops(n) for n in nested if n)
 
     def _add_custom_call(self, total: Counts, i: Instruction) -> None:
-        target = i.attribute("custom_call_target") or _quoted(i.rest, "custom_call_target") or "?"
+        target = i.quoted("custom_call_target") or "?"
         if "tpu_custom_call" not in target:
             return
         flops = re.search(r'"?flops"?:\s*"?(\d+)', i.rest)
@@ -269,11 +269,6 @@ def _outer(inner: Computation, name: str, fusion: Instruction) -> str:
 def _constant(i: Instruction) -> float | None:
     found = re.match(r"\s*(-?\d+)\)?", i.rest)
     return float(found.group(1)) if found else None
-
-
-def _quoted(rest: str, name: str) -> str | None:
-    found = re.search(rf'{name}="([^"]*)"', rest)
-    return found.group(1) if found else None
 
 
 def _is_in_hbm(i: Instruction) -> bool:

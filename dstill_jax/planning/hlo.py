@@ -40,6 +40,10 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
         return found.group(1) if found else None
 
+    def quoted(self, name: str) -> str | None:
+        found = re.search(rf'\b{name}="([^"]*)"', self.rest)
+        return found.group(1) if found else None
+
 
 Computation = dict[str, Instruction]
 

@@ -39,15 +39,12 @@ def step_flops(
     rows: int,
     seq_len: int,
     anchors: int,
-    live_target: bool = True,
 ) -> StepFlops:
     """Model FLOPs of a step over `rows` rows of `seq_len` tokens with `anchors` blocks each."""
     K, L, D, T = drafter.block_size, drafter.num_layers, drafter.hidden_size, drafter.num_taps
     context, slots = rows * seq_len, rows * anchors * K
-    of_target = 0.0
-    if live_target:
-        visible = 4 * target.num_heads * target.head_dim * seq_len / 2
-        of_target = context * target.num_layers * (2 * layer_matrices(target) + visible)
+    visible = 4 * target.num_heads * target.head_dim * seq_len / 2
+    of_target = context * target.num_layers * (2 * layer_matrices(target) + visible)
     projection = 2 * context * T * D * D
     context_kv = 2 * context * L * D * 2 * drafter.num_kv_heads * drafter.head_dim
     one_layer = 2 * layer_matrices(drafter) + 4 * drafter.num_heads * drafter.head_dim * (seq_len / 2 + K)

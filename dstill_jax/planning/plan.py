@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Memory
 from dstill_jax.planning.chips import Slice, parse_slice, slice_devices
@@ -13,10 +15,12 @@ from dstill_jax.runs import RunConfig
 from dstill_jax.sharding.mesh import MeshConfig
 
 
-def plan(config: RunConfig, slice_name: str, *, live_target: bool = True) -> dict[str, Any]:
+def plan(config: RunConfig, slice_name: str, *, shape: DrafterShape | None = None) -> dict[str, Any]:
     """Compiles the run's train step for the slice; see `report.plan_values` for what comes back.
 
-    A mesh of another size than the slice is fitted to it first (`fit_to_slice`).
+    A mesh of another size than the slice is fitted to it first (`fit_to_slice`). `shape` is the drafter's where the
+    folder that the run goes on from is not there yet. Features are computed in the step, as `dstill train` does unless
+    the dataset stores them.
 
     Raises UserError: unknown slice, no libtpu, a target of unknown shape, a mesh that does not divide.
     """
@@ -24,14 +28,18 @@ def plan(config: RunConfig, slice_name: str, *, live_target: bool = True) -> dic
     devices = slice_devices(place)
     target = require_target(config.target)
     config, changed = fit_to_slice(config, place)
-    return _plan(config, place, devices, target, changed, live_target)
+    return _plan(config, place, devices, target, drafter_config(config, target, shape), changed)
 
 
 def _plan(
-    config: RunConfig, place: Slice, devices: list[Any], target: Any, changed: dict[str, Any], live_target: bool
+    config: RunConfig,
+    place: Slice,
+    devices: list[Any],
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    changed: dict[str, Any],
 ) -> dict[str, Any]:
-    drafter = drafter_config(config, target)
-    run = abstract_run(config, target, drafter, devices, live_target)
+    run = abstract_run(config, target, drafter, devices)
     return plan_values(config, place, target, drafter, run, compile_step(run, place.num_slices), changed)
 
 
@@ -103,7 +111,7 @@ def search(
     *,
     limit: int = 12,
     report: Callable[[str], None] | None = None,
-    live_target: bool = True,
+    shape: DrafterShape | None = None,
 ) -> list[dict[str, Any]]:
     """Plans up to `limit` settings, best first: highest bound on tokens a second among those that fit.
 
@@ -111,6 +119,7 @@ def search(
     """
     place = parse_slice(slice_name)
     devices, target = slice_devices(place), require_target(config.target)
+    drafter = drafter_config(config, target, shape)
     results: list[dict[str, Any]] = []
     too_big: list[RunConfig] = []
     for made, changed in candidates(config, place):
@@ -119,7 +128,7 @@ def search(
         if any(_needs_more(made, other) for other in too_big):
             continue
         try:
-            values = _plan(made, place, devices, target, changed, live_target)
+            values = _plan(made, place, devices, target, drafter, changed)
         except UserError:  # heads, vocabulary or width do not divide over this mesh
             continue
         results.append(values)

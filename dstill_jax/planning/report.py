@@ -29,7 +29,6 @@ def plan_values(
         batches.batch_size,
         batches.seq_len,
         config.anchors_per_row,
-        run.frozen.target is not None,
     )
     values: dict[str, Any] = {
         "note": "compiled for this slice, not run on it: times are lower bounds, rates are upper bounds",

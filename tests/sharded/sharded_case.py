@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from tiny_models import random_drafter, random_target
 
 from dstill_jax.blocks import ViewMix
+from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
@@ -132,24 +134,114 @@ def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dic
 
 
 def compiled_facts(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, Any]:
-    """The result shapes of all all-gathers of a compiled step, and which of its arguments are whole everywhere."""
+    """Of a compiled step: the shapes of all gathered arrays, and the parameters that every device holds whole."""
     from dstill_jax.planning.hlo import parse
 
     step, state, frozen, place = prepare(stage, MeshConfig(**mesh), Memory(**(memory or {})), **options)
     arguments = (state, frozen, place(batch_of(0)))
     compiled = step.lower(*arguments).compile()
-    computations, _ = parse(compiled.as_text())
-    gathers, replicated = [], []
+    computations, entry = parse(compiled.as_text())
+    gathers = []
     for computation in computations.values():
         for i in computation.values():
             if i.opcode in ("all-gather", "all-gather-start"):
                 gathers += [list(s.dims) for s in i.shapes]
-    places, _ = compiled.input_shardings
-    leaves = jax.tree_util.tree_leaves_with_path(arguments)
-    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(places), strict=True):
-        if sharding.is_fully_replicated:
-            replicated.append([jax.tree_util.keystr(path, simple=True, separator="/"), leaf.nbytes])
+    parameters = [i for i in computations[entry].values() if i.opcode == "parameter"]
+    assert any("sharding={devices=" in i.rest for i in parameters), "the text does not say where arguments live"
+    whole = [i for i in parameters if "sharding={devices=" not in i.rest]
+    replicated = [[i.quoted("op_name"), sum(s.size for s in i.shapes)] for i in whole]
     return {"gathers": gathers, "replicated": replicated}
+
+
+def counted_product() -> dict[str, Any]:
+    """What the counter finds in one sharded product and its gradients, weights over eight devices."""
+    from dstill_jax.planning.count import Program
+    from dstill_jax.sharding import matmul, use_mesh
+
+    mesh = build_mesh(MeshConfig(fsdp=8))
+
+    def loss(x, w):
+        with use_mesh(mesh):
+            return jnp.sum(jnp.tanh(matmul(x, w, "q_proj/kernel")) ** 2)
+
+    axes = jax.sharding.PartitionSpec(("dcn_data", "data", "fsdp")), jax.sharding.PartitionSpec("fsdp", "tensor")
+    places = [jax.sharding.NamedSharding(mesh, spec) for spec in axes]
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        for shape, place in zip(((64, 32), (32, 32)), places, strict=True)
+    ]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=tuple(places)).lower(*arguments).compile()
+    counts = Program(compiled.as_text()).count()
+    moved = {c.kind: (c.times, c.bytes) for c in counts.by_kind()}
+    # A CPU may write a scattered sum as a whole sum of which it keeps a part: twice the bytes.
+    kind, per_sum = ("reduce-scatter", 1) if "reduce-scatter" in moved else ("all-reduce", 2)
+    gathers = moved["all-gather"]
+    return {"all-gather": gathers, "flops": counts.flops, "summed": moved[kind][1], "per_sum": per_sum}
+
+
+def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
+    """Whether a target loaded onto a mesh has the numbers of one loaded whole; bytes read, and bytes in its file."""
+    from dstill_jax.weights import load
+    from dstill_jax.weights.safetensors_io import WeightFiles, open_weights
+
+    model = random_target(**SHAPE)
+    load.save_target(folder, model.config, model.params)
+    whole = load.load_target(folder, "float32", stacked).params
+    read, plain = [], WeightFiles.read_slice
+
+    def counting(self, name, rows, columns=None):
+        part = plain(self, name, rows, columns)
+        read.append(part.nbytes)
+        return part
+
+    WeightFiles.read_slice = counting
+    spread = load.load_target(folder, "float32", stacked, build_mesh(MeshConfig(**mesh))).params
+    same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), whole, spread)
+    stored = sum(t.num_bytes for t in open_weights(Path(folder)).tensors.values())
+    return {"equal": all(jax.tree.leaves(same)), "bytes_read": sum(read), "bytes_stored": stored}
+
+
+def memory_of_loading(folder: str, stacked: bool) -> dict[str, float]:
+    """Peak resident memory of loading a random bfloat16 folder onto eight devices, above what there was before."""
+    import ml_dtypes
+    import psutil
+
+    from dstill_jax.weights import load
+    from dstill_jax.weights.folders import write_json
+    from dstill_jax.weights.hf_config import target_config_dict
+    from dstill_jax.weights.names import target_entries
+    from dstill_jax.weights.safetensors_io import WEIGHTS_FILE, write_safetensors
+
+    config = TargetConfig(
+        "qwen3", 37984, 1024, 3072, 9, 8, 8, 128, 1e-6, RopeConfig(1e6), True, False, False, 4096
+    )  # fmt: skip
+    entries, random = target_entries(config), np.random.default_rng(0)
+    values = (random.normal(size=e.shape).astype(ml_dtypes.bfloat16) for e in entries)
+    write_safetensors(Path(folder) / WEIGHTS_FILE, [(e.name, e.shape, "BF16") for e in entries], values)
+    write_json(Path(folder) / "config.json", target_config_dict(config, "bfloat16"))
+    mesh = build_mesh(MeshConfig(fsdp=8))
+    jax.block_until_ready([jax.device_put(np.zeros(8), d) for d in jax.devices()])
+    process = psutil.Process()
+    # A child would start with its own maximum; here the file was written in this process, so the peak is sampled.
+    before, peak, stop = process.memory_info().rss, [0], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.002):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    params = load.load_target(folder, "bfloat16", stacked, mesh).params
+    jax.block_until_ready(params)
+    stop.set()
+    sampler.join()
+    leaves = jax.tree.leaves(params)
+    held = sum(s.data.nbytes for x in leaves for s in x.addressable_shards)
+    return {
+        "held": held,
+        "peak": max(peak[0], process.memory_info().rss) - before,
+        "largest_share": max(s.data.nbytes for x in leaves for s in x.addressable_shards),
+    }
 
 
 def call(function: str, devices: int = 8, **arguments) -> Any:
