@@ -23,6 +23,7 @@ from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
+from dstill_jax.distill.initialise import DrafterShape  # noqa: F401 - used by the config of test_slices.py
 from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Memory
@@ -244,16 +245,20 @@ def memory_of_loading(folder: str, stacked: bool) -> dict[str, float]:
     }
 
 
-def call(function: str, devices: int = 8, **arguments) -> Any:
-    """`function(**arguments)` of this file in a process with so many simulated devices."""
-    environment = {
+def environment(devices: int) -> dict[str, str]:
+    """Of a process that imports what this one imports and sees so many simulated devices."""
+    return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+
+
+def call(function: str, devices: int = 8, **arguments) -> Any:
+    """`function(**arguments)` of this file in a process with so many simulated devices."""
     command = [sys.executable, str(Path(__file__)), function, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(devices), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
