@@ -27,6 +27,7 @@ ContextKV = tuple[tuple[Float[Array, "B G E C"], Float[Array, "B G C E"]], ...]
 class Memory:
     """What training trades for memory; no number of the result depends on it beyond rounding."""
 
+    scan_layers: bool = False  # one draft layer is compiled, in a loop; their weights are stacked in each pass
     remat_layers: bool = False  # the backward pass computes each draft layer again instead of keeping its activations
     anchor_chunk: int | None = None  # anchors whose attention scores exist at one time; they are computed again, too
 
@@ -162,9 +163,42 @@ def denoise(
       query_slots: compute the outputs of these slots only, [.., R]; the last layer is then cheaper.
     """
     with jax.named_scope("drafter"):
+        if memory.scan_layers:
+            return _denoise_in_a_loop(config, params, x, positions, context_kv, context_mask, query_slots, memory)
         return DrafterModule(config, memory).apply(  # type: ignore[return-value]
             {"params": params}, x, positions, context_kv, context_mask, query_slots, method="denoise"
         )
+
+
+def _denoise_in_a_loop(
+    config: DrafterConfig,
+    params: Params,
+    x: Array,
+    positions: Array,
+    context_kv: ContextKV,
+    context_mask: Array,
+    query_slots: Array | None,
+    memory: Memory,
+) -> Array:
+    """`denoise`, as a scan over the layers; with `query_slots` the last one, which is another program, stands after it."""
+    K = x.shape[2]
+    visible = jnp.tril(jnp.ones((K, K), bool)) if config.causal else jnp.ones((K, K), bool)
+    block_mask = jnp.broadcast_to(visible, (*x.shape[:3], K))
+    rope = rope_tables(config.rope, config.head_dim, positions)
+    layer = DrafterLayer(config, memory.anchor_chunk)
+
+    def one(x: Array, inputs: tuple[Params, tuple[Array, Array]], slots: Array | None = None) -> tuple[Array, None]:
+        weights, kv = inputs
+        return layer.apply({"params": weights}, x, rope, kv, context_mask, block_mask, slots), None
+
+    inputs = [(params[f"layers_{i}"], kv) for i, kv in enumerate(context_kv)]
+    looped = inputs if query_slots is None else inputs[:-1]
+    if looped:
+        body = jax.checkpoint(one) if memory.remat_layers else one
+        x, _ = jax.lax.scan(body, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *looped))
+    if query_slots is not None:
+        x, _ = one(x, inputs[-1], query_slots)
+    return RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, x)  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

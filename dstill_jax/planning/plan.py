@@ -88,7 +88,7 @@ def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[st
             mesh = MeshConfig(inner // (fsdp * tensor), fsdp, tensor, place.num_slices)
             for per_share in (4, 2, 1):
                 for remat, chunk in ((False, 64), (True, 64), (True, 16)):
-                    memory = Memory(remat, min(chunk, config.anchors_per_row))
+                    memory = Memory(True, remat, min(chunk, config.anchors_per_row))
                     if config.anchors_per_row % memory.anchor_chunk:  # type: ignore[operator]
                         continue
                     batches = dataclasses.replace(config.batches, batch_size=per_share * tensor * mesh.row_shares)

@@ -32,8 +32,8 @@ from dstill_jax.sharding import MeshConfig, batch_sharding, build_mesh, tree_sha
 from dstill_jax.training import OptimizerConfig, TrainConfig, build_optimizer, init_state, make_train_step
 
 S, ROWS, ANCHORS = 32, 8, 8
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
-DRAFTER = {"intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+SHAPE = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
+DRAFTER = {"intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
 OBJECTIVES = {
     # Every view, the drafter's own order among them, and the terms that need the target's distribution.
     "stage1": StageOneConfig(
@@ -79,10 +79,10 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def weights(tied: bool, stacked: bool):
+def weights(tied: bool, stacked: bool, draft_layers: int):
     target = random_target(tie_embeddings=tied, **SHAPE)
     params = target_lib.stack_layers(target.params) if stacked else target.params
-    student, teacher = (random_drafter(target, seed, **DRAFTER) for seed in (1, 2))
+    student, teacher = (random_drafter(target, seed, **DRAFTER, num_layers=draft_layers) for seed in (1, 2))
     scale = jnp.asarray(np.random.default_rng(3).uniform(0.5, 2, 64), jnp.float32)
     frozen = Frozen(params["embed"]["embedding"], target_lib.head_matrix(target.config, params), None, scale, params)
     return target.config, student, frozen._replace(teacher=teacher.params)
@@ -97,9 +97,10 @@ def prepare(
     accumulate: int = 1,
     tied: bool = False,
     stacked: bool = True,
+    draft_layers: int = 2,
 ):
     """(train step, state, frozen, how to place a batch) of the run on this mesh."""
-    target, student, frozen = weights(tied, stacked)
+    target, student, frozen = weights(tied, stacked, draft_layers)
     config = run_config(stage, mesh_config, memory, steps, accumulate)
     optimizer = build_optimizer(config.optimizer, steps)
     create = functools.partial(init_state, optimizer=optimizer, seed=0)
@@ -121,63 +122,37 @@ def prepare(
     )
 
 
-def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, list[float]]:
-    """The curve of every metric over a short run, and the norm of every final weight and average."""
+def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, Any]:
+    """A short run: the curve of every metric, the norm of every final weight and average, and `facts` of its program."""
     step, state, frozen, place = prepare(stage, MeshConfig(**mesh), Memory(**(memory or {})), **options)
-    values: dict[str, list[float]] = {}
+    compiled = step.lower(state, frozen, place(batch_of(0))).compile()
+    values: dict[str, Any] = {}
     for i in range(options.get("steps", 4)):
-        state, metrics = step(state, frozen, place(batch_of(i)))
+        state, metrics = compiled(state, frozen, place(batch_of(i)))
         for name, (total, weight) in jax.device_get(metrics).items():
             values.setdefault(name, []).append(float(total / max(weight, 1e-9)))
     for name in ("params", "ema"):
         values[name] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state[name])]
-    return values
+    return values | {"facts": facts(compiled.as_text())}
 
 
-def compiled_facts(stage: str, mesh: dict, memory: dict | None = None, **options) -> dict[str, Any]:
-    """Of a compiled step: the shapes of all gathered arrays, and the parameters that every device holds whole."""
+def facts(text: str) -> dict[str, Any]:
+    """Of a compiled program: the shapes of all gathered arrays, and the parameters that every device holds whole."""
     from dstill_jax.planning.hlo import parse
 
-    step, state, frozen, place = prepare(stage, MeshConfig(**mesh), Memory(**(memory or {})), **options)
-    arguments = (state, frozen, place(batch_of(0)))
-    compiled = step.lower(*arguments).compile()
-    computations, entry = parse(compiled.as_text())
+    computations, entry = parse(text)
     gathers = []
     for computation in computations.values():
         for i in computation.values():
             if i.opcode in ("all-gather", "all-gather-start"):
                 gathers += [list(s.dims) for s in i.shapes]
     parameters = [i for i in computations[entry].values() if i.opcode == "parameter"]
-    assert any("sharding={devices=" in i.rest for i in parameters), "the text does not say where arguments live"
     whole = [i for i in parameters if "sharding={devices=" not in i.rest]
-    replicated = [[i.quoted("op_name"), sum(s.size for s in i.shapes)] for i in whole]
-    return {"gathers": gathers, "replicated": replicated}
-
-
-def counted_product() -> dict[str, Any]:
-    """What the counter finds in one sharded product and its gradients, weights over eight devices."""
-    from dstill_jax.planning.count import Program
-    from dstill_jax.sharding import matmul, use_mesh
-
-    mesh = build_mesh(MeshConfig(fsdp=8))
-
-    def loss(x, w):
-        with use_mesh(mesh):
-            return jnp.sum(jnp.tanh(matmul(x, w, "q_proj/kernel")) ** 2)
-
-    axes = jax.sharding.PartitionSpec(("dcn_data", "data", "fsdp")), jax.sharding.PartitionSpec("fsdp", "tensor")
-    places = [jax.sharding.NamedSharding(mesh, spec) for spec in axes]
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-        for shape, place in zip(((64, 32), (32, 32)), places, strict=True)
-    ]
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=tuple(places)).lower(*arguments).compile()
-    counts = Program(compiled.as_text()).count()
-    moved = {c.kind: (c.times, c.bytes) for c in counts.by_kind()}
-    # A CPU may write a scattered sum as a whole sum of which it keeps a part: twice the bytes.
-    kind, per_sum = ("reduce-scatter", 1) if "reduce-scatter" in moved else ("all-reduce", 2)
-    gathers = moved["all-gather"]
-    return {"all-gather": gathers, "flops": counts.flops, "summed": moved[kind][1], "per_sum": per_sum}
+    return {
+        "gathers": gathers,
+        "spread": len(parameters) - len(whole),
+        "replicated": [[i.quoted("op_name"), sum(s.size for s in i.shapes)] for i in whole],
+    }
 
 
 def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
