@@ -4,6 +4,7 @@
 number of devices is fixed when jax starts, so the tests run it in processes of their own.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -23,7 +24,7 @@ from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
-from dstill_jax.distill.initialise import DrafterShape  # noqa: F401 - used by the config of test_slices.py
+from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Memory
@@ -217,6 +218,57 @@ def memory_of_loading(folder: str, stacked: bool) -> dict[str, float]:
         "held": held,
         "peak": max(peak[0], process.memory_info().rss) - before,
         "largest_share": max(s.data.nbytes for x in leaves for s in x.addressable_shards),
+    }
+
+
+def whole_runs(folder: str, mesh: dict, stop: int | None = None) -> dict[str, Any]:
+    """`run_stage` of stage 1, then of stage 2 on its drafter; with `stop`, stage 1 alone and only to that step.
+
+    A run folder that is there already is continued. The losses of every step, and the norms of the exported weights.
+    """
+    from dstill_jax.data.dataset import Conversation, write_dataset
+    from dstill_jax.runs import run_stage
+    from dstill_jax.training import read_jsonl
+    from dstill_jax.weights import load
+
+    root = Path(folder)
+    if not (root / "target").exists():
+        model = random_target(**{**SHAPE, "num_layers": 6})
+        load.save_target(root / "target", model.config, model.params)
+        random = np.random.default_rng(0)
+        rows = [np.resize(random.integers(0, 60, 4), 28).astype(np.int32) for _ in range(24)]
+        texts = [Conversation(f"row {i}", tokens, np.arange(28) >= 5) for i, tokens in enumerate(rows)]
+        write_dataset(root / "data" / "dataset", texts, {"inputs": {"target_fingerprint": None, "tap_ids": []}})
+    base = run_config("stage1", MeshConfig(**mesh), Memory(True, True, 2), 6, 2)
+    first = dataclasses.replace(
+        base,
+        target=str(root / "target"),
+        data=str(root / "data"),
+        out=str(root / "stage1"),
+        train=dataclasses.replace(base.train, save_every=1, progress=False),
+        batches=PipelineConfig(seq_len=S, batch_size=ROWS, mode="pack"),
+        start_from=None,
+        new=DrafterShape(mask_token_id=79, num_layers=2, block_size=4, num_taps=2, init_from_layers=(3, 5)),
+        vocabulary=64,
+    )
+
+    def stopping(step: int, state: Any) -> None:
+        if stop is not None and step > stop:
+            raise KeyboardInterrupt
+
+    try:
+        run_stage(first, on_step=stopping)
+    except KeyboardInterrupt:
+        return {}
+    second = dataclasses.replace(
+        first, objective=OBJECTIVES["stage2"], out=str(root / "stage2"), new=None, start_from=f"{first.out}/drafter"
+    )
+    trained = load.load_drafter(str(run_stage(second)))
+    logs = {name: read_jsonl(root / name / "metrics.jsonl") for name in ("stage1", "stage2")}
+    return {
+        "steps": [record["step"] for record in logs["stage1"]],
+        **{name: [record["train/loss"] for record in log] for name, log in logs.items()},
+        "weights": [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(trained.params)],
     }
 
 
