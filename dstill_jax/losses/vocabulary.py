@@ -118,17 +118,18 @@ def slot_losses(
     if active_mesh() is None:
         return local(hidden, inputs, head, WholeRows())
     head = jax.lax.stop_gradient(head)
-    asked = RowLosses(
-        data_ce=True,
-        hard_ce=inputs.hard_labels is not None,
-        teacher_kl=inputs.teacher_hidden is not None,
-        target_kl=target_kl and inputs.target_hidden is not None,
-        target_l1=target_l1 and inputs.target_hidden is not None,
-        correct=True,
-    )
-    made = RowLosses(*(logical_rows(3) if is_asked else None for is_asked in asked))
+    compared = inputs.target_hidden is not None
+    asked = {
+        "data_ce": True,
+        "hard_ce": inputs.hard_labels is not None,
+        "teacher_kl": inputs.teacher_hidden is not None,
+        "target_kl": target_kl and compared,
+        "target_l1": target_l1 and compared,
+        "correct": True,
+    }
+    axes: dict[str, Any] = {name: logical_rows(3) if is_asked else None for name, is_asked in asked.items()}
     given = (logical_rows(4, None), jax.tree.map(lambda x: logical_rows(x.ndim), inputs), (None, "vocab"))
-    return _shared(local, given, made)(hidden, inputs, head)
+    return _shared(local, given, RowLosses(**axes))(hidden, inputs, head)
 
 
 def slot_choices(

@@ -5,6 +5,7 @@ counts taken from the loops' conditions. The text is that of one device, so redu
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -140,29 +141,54 @@ class Program:
         if known:
             return float(known.group(1))
         condition = self.computations.get(loop.attribute("condition") or "")
-        compare = next((i for i in (condition or {}).values() if i.opcode == "compare"), None)
         if condition is None:
             return None
-        if compare is None:  # the comparison was fused
-            fusion = next((i for i in condition.values() if i.opcode == "fusion"), None)
-            if fusion is None:
-                return None
-            inner = self.computations[fusion.attribute("calls") or ""]
-            compare = next((i for i in inner.values() if i.opcode == "compare"), None)
-            if compare is None:
-                return None
-            sides = [
-                self._value(_outer(inner, name, fusion), condition, loop, computation) for name in compare.operands
-            ]
-        else:
-            sides = [self._value(name, condition, loop, computation) for name in compare.operands]
+        compare, names = self._comparison(condition)
+        if compare is None:
+            return None
+        sides = [self._value(name, condition, loop, computation) for name in names]
         if any(side is None for side in sides):
             return None
+        steps = [s for s in (self._step(name, condition, loop) for name in names) if s]
         low, high = sides
-        direction = compare.attribute("direction")
-        if direction in ("GT", "GE"):
+        if compare.attribute("direction") in ("GT", "GE"):
             low, high = high, low
-        return max(0.0, high - low + (direction in ("LE", "GE")))  # type: ignore[operator]
+        last = 1 if compare.attribute("direction") in ("LE", "GE") else 0
+        return max(0.0, math.ceil((high - low + last) / abs(steps[0] if steps else 1)))  # type: ignore[operator]
+
+    def _comparison(self, condition: Computation) -> tuple[Instruction | None, list[str]]:
+        """The comparison that ends a loop, and what it compares, as names of the condition; it may be in a fusion."""
+        for i in condition.values():
+            if i.opcode == "compare":
+                return i, i.operands
+            if i.opcode == "fusion":
+                inner = self.computations[i.attribute("calls") or ""]
+                for nested in inner.values():
+                    if nested.opcode == "compare":
+                        return nested, [_outer(inner, name, i) for name in nested.operands]
+        return None, []
+
+    def _step(self, name: str, condition: Computation, loop: Instruction) -> float | None:
+        """By how much a loop's body changes what `name` stands for in its condition; None: it stays, or is not read."""
+        i = condition.get(name)
+        body = self.computations.get(loop.attribute("body") or "")
+        if i is None or i.opcode != "get-tuple-element" or body is None:
+            return None
+        root = next((x for x in body.values() if x.is_root), None)
+        if root is None or root.opcode != "tuple":
+            return None
+        changed: Instruction | None = body.get(root.operands[int(i.attribute("index") or 0)])
+        inside = body
+        while changed is not None and changed.opcode in ("copy", "bitcast", "fusion"):
+            if changed.opcode == "fusion":
+                inside = self.computations[changed.attribute("calls") or ""]
+                changed = next((x for x in inside.values() if x.is_root), None)
+            else:
+                changed = inside.get(changed.operands[0])
+        if changed is None or changed.opcode != "add":
+            return None
+        values = [_constant(inside[n]) for n in changed.operands if n in inside and inside[n].opcode == "constant"]
+        return values[0] if values else None
 
     def _value(self, name: str, condition: Computation, loop: Instruction, outer: Computation) -> float | None:
         """The constant behind a name in a loop's condition: written there, or in the tuple that enters the loop."""

@@ -35,6 +35,7 @@ class Instruction:
     opcode: str
     operands: list[str]
     rest: str  # attributes, and a constant's value
+    is_root: bool = False
 
     def attribute(self, name: str) -> str | None:
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
@@ -133,6 +134,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             current = None
         elif current is not None and (found := _INSTRUCTION.match(line)):
             instruction = _instruction(found.group(1), line[found.end() :])
+            instruction.is_root = line.lstrip().startswith("ROOT ")
             current[instruction.name] = instruction
     return computations, entry
 

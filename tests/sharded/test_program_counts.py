@@ -95,6 +95,16 @@ ENTRY %main (a: bf16[2,8,256,128], b: bf16[2,8,256,128], c: f32[8,128]) -> f32[8
   ROOT %out = f32[8,128]{1,0} get-tuple-element(%loop), index=3
 }
 """
+
+
+@pytest.mark.parametrize(("step", "times"), [(1, 4), (2, 2), (3, 2)])
+def test_a_loop_that_the_compiler_unrolled_counts_its_steps(step: int, times: int) -> None:
+    text = _tpu_text().replace("tuple(%n, %q", "tuple(%next, %q")
+    added = f"  %by = s32[]{{:T(128)}} constant({step})\n  %next = s32[]{{:T(128)}} add(%n, %by)\n  %q = "
+    found = Program(text.replace("  %q = ", added, 1)).count()
+    assert found.flops == times * 2 * (2 * 8) * 256 * 256 * 128
+
+
 _TYPES = {
     "CARRY": (
         "(s32[]{:T(128)}, bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)}, bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)S(1)},"
@@ -104,9 +114,12 @@ _TYPES = {
 }
 
 
+def _tpu_text() -> str:
+    return functools.reduce(lambda text, name: text.replace(name, _TYPES[name]), _TYPES, _TPU_TEXT)
+
+
 def test_a_tpu_program_written_by_hand() -> None:
-    text = functools.reduce(lambda text, name: text.replace(name, _TYPES[name]), _TYPES, _TPU_TEXT)
-    found = Program(text, num_slices=2).count()
+    found = Program(_tpu_text(), num_slices=2).count()
     assert found.flops == 4 * 2 * (2 * 8) * 256 * 256 * 128  # the loop runs from 2 to 6
     block = 8 * 128 * 4
     moved = {(c.kind, c.group, c.crosses_slices): (c.times, c.bytes) for c in found.by_kind()}
