@@ -156,6 +156,32 @@ def facts(text: str) -> dict[str, Any]:
     }
 
 
+def counted_product() -> dict[str, Any]:
+    """What the counter finds in one sharded product and its gradients, weights over eight devices."""
+    from dstill_jax.planning.count import Program
+    from dstill_jax.sharding import matmul, use_mesh
+
+    mesh = build_mesh(MeshConfig(fsdp=8))
+
+    def loss(x, w):
+        with use_mesh(mesh):
+            return jnp.sum(jnp.tanh(matmul(x, w, "q_proj/kernel")) ** 2)
+
+    axes = jax.sharding.PartitionSpec(("dcn_data", "data", "fsdp")), jax.sharding.PartitionSpec("fsdp", "tensor")
+    places = [jax.sharding.NamedSharding(mesh, spec) for spec in axes]
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        for shape, place in zip(((64, 32), (32, 32)), places, strict=True)
+    ]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=tuple(places)).lower(*arguments).compile()
+    counts = Program(compiled.as_text()).count()
+    moved = {c.kind: (c.times, c.bytes) for c in counts.by_kind()}
+    # A CPU may write a scattered sum as a whole sum of which it keeps a part: twice the bytes.
+    kind, per_sum = ("reduce-scatter", 1) if "reduce-scatter" in moved else ("all-reduce", 2)
+    gathers = moved["all-gather"]
+    return {"all-gather": gathers, "flops": counts.flops, "summed": moved[kind][1], "per_sum": per_sum}
+
+
 def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
     """Whether a target loaded onto a mesh has the numbers of one loaded whole; bytes read, and bytes in its file."""
     from dstill_jax.weights import load
