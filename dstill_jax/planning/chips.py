@@ -29,7 +29,6 @@ class Chip:
 
 
 CHIPS = {
-    "v4": Chip("v4", 275e12, 1228 * _GB, 32 * 2**30, 50 * _GB, 6.25 * _GB, 2),
     "v5e": Chip("v5e", 197e12, 819 * _GB, 16 * 2**30, 50 * _GB, 3.125 * _GB, 1),
     "v5p": Chip("v5p", 459e12, 2765 * _GB, 95 * 2**30, 100 * _GB, 6.25 * _GB, 2),
     "v6e": Chip("v6e", 918e12, 1640 * _GB, 32 * 2**30, 100 * _GB, 12.5 * _GB, 1),
@@ -79,7 +78,7 @@ class Slice:
 def parse_slice(name: str) -> Slice:
     """`v5e-16`, `v5p-128`, `tpu7x-64`, a topology string such as `v5p:4x4x8`, any of them after `2x` for two slices.
 
-    v5e and v6e count chips; v4, v5p and tpu7x count TensorCores, two a chip, as their makers do.
+    v5e and v6e count chips; v5p and tpu7x count TensorCores, two a chip, as their makers do.
 
     Raises UserError for a name or size that does not exist, listing those that do.
     """
@@ -128,7 +127,9 @@ def slice_devices(place: Slice) -> list[Any]:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
-    options = {"num_slices": place.num_slices} if place.num_slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": place.num_slices} if place.num_slices > 1 else {}
+    if math.prod(place.dims) == 1:  # hosts have four chips elsewhere
+        options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=place.topology, **options).devices)
     except Exception as error:  # jax and libtpu raise several kinds for a topology they do not know

@@ -171,8 +171,8 @@ def compile_step(run: AbstractRun, num_slices: int = 1) -> Compiled:
 def _out_of_memory(message: str) -> str | None:
     if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
         return None
-    found = re.search(r"Used [\d.]+\w of [\d.]+\w \w+", message)
-    return found.group(0) if found else message.splitlines()[0][:200]
+    found = re.search(r"Used [\d.]+\w of [\d.]+\w \w+|[^,:]*\([\d.]+\w\) exceeds available \w+ \([\d.]+\w\)", message)
+    return found.group(0).strip() if found else message.splitlines()[0][:200]
 
 
 def require_target(name: str) -> TargetConfig:

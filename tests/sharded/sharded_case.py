@@ -182,6 +182,25 @@ def counted_product() -> dict[str, Any]:
     return {"all-gather": gathers, "flops": counts.flops, "summed": moved[kind][1], "per_sum": per_sum}
 
 
+def found_devices(names: list[str]) -> dict[str, int]:
+    """How many devices the compiler sees in each slice."""
+    from dstill_jax.planning.chips import parse_slice, slice_devices
+
+    return {name: len(slice_devices(parse_slice(name))) for name in names}
+
+
+def too_big(slice_name: str) -> dict[str, Any]:
+    """What planning makes of a program whose one array is larger than a device."""
+    from dstill_jax.planning.chips import parse_slice, slice_devices
+    from dstill_jax.planning.compile import AbstractRun, compile_step
+
+    place = jax.sharding.SingleDeviceSharding(slice_devices(parse_slice(slice_name))[0])
+    rows = jax.ShapeDtypeStruct((200_000, 100_000), jnp.float32, sharding=place)
+    step = jax.jit(lambda state, frozen, batch: (state + 1, jnp.sort(state, axis=0)))
+    made = compile_step(AbstractRun(step, rows, None, None))  # type: ignore[arg-type]
+    return {"fits": made.fits, "reason": made.reason}
+
+
 def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
     """Whether a target loaded onto a mesh has the numbers of one loaded whole; bytes read, and bytes in its file."""
     from dstill_jax.weights import load

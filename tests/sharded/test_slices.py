@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -30,7 +31,6 @@ from dstill_jax.weights.load import save_target
         ("v5p-8", "v5p:2x2x1", 4),
         ("v5p-128", "v5p:4x4x4", 64),
         ("v5p-512", "v5p:4x8x8", 256),
-        ("v4-64", "v4:2x4x4", 32),
         ("tpu7x-16", "tpu7x:2x2x2", 16),
         ("v5p:4x4x8", "v5p:4x4x8", 128),
         ("2xv6e-256", "v6e:16x16", 512),
@@ -153,6 +153,30 @@ def test_a_small_run_planned_for_a_real_slice(config_file: Path, tmp_path: Path)
     assert not values["uncounted"]
     kinds = {c["kind"] for c in values["collectives"]}
     assert "all-gather" in kinds and all(c["network"] == "ici" for c in values["collectives"])
+
+
+def test_the_compiler_knows_the_slices_by_these_names() -> None:
+    names = [
+        "v4-8",
+        "v5e-1",
+        "v5e-8",
+        "v5e-256",
+        "v5p-8",
+        "v5p-1024",
+        "v6e-1",
+        "v6e-64",
+        "tpu7x-8",
+        "2xv5e-16",
+        "2xv5p-32",
+    ]
+    found = sharded_case.call("found_devices", 1, names=names)
+    assert found == {name: parse_slice(name).num_devices for name in names}
+
+
+def test_a_program_larger_than_a_device_does_not_fit_and_says_by_how_much() -> None:
+    made = sharded_case.call("too_big", 1, slice_name="v5e-1")
+    assert not made["fits"]
+    assert re.search(r"\([\d.]+G\) exceeds available HBM \(15\.\d+G\)", made["reason"]), made
 
 
 def test_user_errors_are_one_line(config_file: Path, capsys: pytest.CaptureFixture) -> None:
