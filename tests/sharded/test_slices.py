@@ -157,7 +157,6 @@ def test_a_small_run_planned_for_a_real_slice(config_file: Path, tmp_path: Path)
 
 def test_the_compiler_knows_the_slices_by_these_names() -> None:
     names = [
-        "v4-8",
         "v5e-1",
         "v5e-8",
         "v5e-256",
