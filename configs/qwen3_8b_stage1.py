@@ -2,7 +2,10 @@
 
 Before:   dstill prepare --target Qwen/Qwen3-8B --prompts YOUR.jsonl --out runs/qwen3_8b/data --dtype bfloat16
 Command:  dstill train configs/qwen3_8b_stage1.py
-Hardware: meant for a TPU slice. Not run: no figure is claimed here.
+Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
+          result is claimed here. Planned (compiled, not run) with `dstill plan configs/qwen3_8b_stage1.py --slice ...`:
+
+@@PLAN@@
 """
 
 from dstill_jax.blocks import ViewMix
@@ -10,7 +13,9 @@ from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.config import StageOneConfig
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.losses.config import LossConfig
+from dstill_jax.models.drafter import Memory
 from dstill_jax.runs import RunConfig
+from dstill_jax.sharding.mesh import MeshConfig
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
 
 CONFIG = RunConfig(
@@ -23,6 +28,8 @@ CONFIG = RunConfig(
     batches=PipelineConfig(seq_len=3072, batch_size=16, mode="pack"),
     new=DrafterShape(mask_token_id=151669, num_layers=5, block_size=16),
     anchors_per_row=512,
+    mesh=MeshConfig(fsdp=16),
+    memory=Memory(scan_layers=True, remat_layers=True, anchor_chunk=64),
 )
 
 TINY = RunConfig(

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dstill_jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_fetch, _prepare, _train, _generate, _eval, _export, _demo):
+    for add in (_fetch, _prepare, _train, _generate, _eval, _export, _plan, _demo):
         add(commands)
     return parser
 
@@ -144,6 +144,16 @@ def _export(commands) -> None:
     sub.add_argument("drafter", help="drafter folder, or the folder of a run")
     sub.add_argument("out", help="folder to write")
     sub.add_argument("--target", required=True)
+
+
+def _plan(commands) -> None:
+    sub = _command(commands, "plan", "compile a run for a TPU slice that is not attached: does it fit, what bounds it")
+    sub.add_argument("config", help="Python file with CONFIG, as for `dstill train`")
+    sub.add_argument("--slice", required=True, metavar="NAME", help="v5e-16, v5p-128, 2xv6e-256, or v5p:4x4x8")
+    sub.add_argument("--search", action="store_true", help="try mesh shapes, rows per device, remat and anchor chunks")
+    sub.add_argument("--limit", type=int, default=12, help="settings that --search compiles at most")
+    sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. mesh.fsdp=16 memory.anchor_chunk=64")
+    _json(sub)
 
 
 def _demo(commands) -> None:

@@ -172,6 +172,28 @@ def run_export(args: argparse.Namespace) -> None:
     print(args.out)
 
 
+def run_plan(args: argparse.Namespace) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # compiling for a slice needs no device, and must not take one
+    from dstill_jax import planning
+    from dstill_jax.planning.report import plan_text
+
+    config = load_config(args.config, "CONFIG", args.overrides)
+    config = dataclasses.replace(config, target=resolve_target(config.target))
+    shape = runpy.run_path(args.config).get("SHAPE")
+    if not args.search:
+        values = planning.plan(config, args.slice, shape=shape)
+        print(plan_text(values))
+        _write_json(args.json, values)
+        return
+    if args.limit < 1:
+        raise UserError(f"limit={args.limit} must be at least 1")
+    found = planning.search(config, args.slice, limit=args.limit, report=_say, shape=shape)
+    if not found:
+        raise UserError(f"no setting of the search divides over {args.slice}; give mesh.* yourself, without --search")
+    print(plan_text(found[0]))
+    _write_json(args.json, found)
+
+
 def run_demo(args: argparse.Namespace) -> int:
     from dstill_jax.demo import demo
     from dstill_jax.training.interrupt import Interrupted

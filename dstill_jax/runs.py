@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dstill_jax.config import DrafterConfig
+from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
 from dstill_jax.dims import Params
@@ -30,8 +31,11 @@ from dstill_jax.distill.stage_one import stage_one_loss
 from dstill_jax.distill.stage_two import stage_two_loss
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_lib
-from dstill_jax.models.drafter import Drafter
+from dstill_jax.models.drafter import Drafter, Memory
 from dstill_jax.models.target import Target
+from dstill_jax.sharding.activations import use_mesh
+from dstill_jax.sharding.mesh import MeshConfig, build_mesh, check_model_divides, check_rows_divide
+from dstill_jax.sharding.rules import batch_sharding, tree_shardings
 from dstill_jax.training import checkpoints
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.training.loop import train
@@ -57,7 +61,9 @@ class RunConfig:
     anchors_per_row: int = 512  # blocks drawn from each row in each step
     vocabulary: int | None = None  # train on this many most frequent tokens only; None: on all
     compute_dtype: str = "bfloat16"  # of activations; parameters and optimiser state are float32
-    head_chunk: int = 512  # rows of logits held at a time
+    head_chunk: int = 512  # rows of logits held at a time (on a mesh: rows that each device adds)
+    mesh: MeshConfig = MeshConfig()  # one device unless set
+    memory: Memory = Memory()  # what is computed twice to save memory
 
     def __post_init__(self) -> None:
         if (self.new is None) == (self.start_from is None):
@@ -71,6 +77,11 @@ class RunConfig:
                 raise UserError(f"RunConfig.{name}={getattr(self, name)} must be at least 1")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise UserError(f"RunConfig.compute_dtype={self.compute_dtype!r} must be float32 or bfloat16")
+        check_rows_divide(self.mesh, self.batches.batch_size, self.batches.seq_len, self.train.accumulate_steps)
+        if self.mesh.split_rows and self.anchors_per_row % self.mesh.fsdp:
+            raise UserError(
+                f"RunConfig.anchors_per_row={self.anchors_per_row} does not divide over mesh axis fsdp={self.mesh.fsdp}"
+            )
 
     @property
     def stage(self) -> str:
@@ -109,8 +120,11 @@ def run_stage(
       training.Interrupted: after saving on SIGTERM or SIGINT.
     """
     out = Path(config.out)
-    target = target or load_target(config.target, dtype=config.compute_dtype)
-    drafter, trainable = _begin(config, target)
+    mesh = None if config.mesh.size == 1 else build_mesh(config.mesh)
+    target = target or load_target(config.target, dtype=config.compute_dtype, mesh=mesh)
+    drafter, trainable = _begin(config, target, mesh)
+    for model in (target.config, drafter):
+        check_model_divides(config.mesh, model)
     dataset = ConversationDataset(config.data)
     live = _check_features(config, dataset, drafter, target)
     pipeline = BatchPipeline(dataset, config.batches)
@@ -119,10 +133,13 @@ def run_stage(
     scale = _tap_scale(dataset, drafter, target)
     if config.start_from is not None:  # a finished drafter reads raw taps
         trainable = fold_tap_scale(trainable, 1.0 / jnp.asarray(scale))
-    task = Task(target.config, drafter, config.anchors_per_row, config.compute_dtype, config.head_chunk)
-    frozen = _freeze(config, target, drafter, dataset, scale, live)
+    frozen = _freeze(config, target, drafter, dataset, scale, live, mesh)
+    placing = {}
+    if mesh is not None:
+        placing["batch_sharding"] = batch_sharding(mesh, split_rows=config.mesh.split_rows)
+        placing["state_shardings"] = functools.partial(tree_shardings, mesh=mesh)
     state = train(
-        _loss(config, task),
+        loss_function(config, target.config, drafter, mesh),
         frozen,
         trainable,
         _Data(pipeline, json.dumps(pipeline.key, sort_keys=True)),
@@ -131,6 +148,7 @@ def run_stage(
         out,
         {"stage": config.stage, "target_fingerprint": target.fingerprint, "config": describe(config)},
         on_step,
+        **placing,
     )
     params = fold_tap_scale(state["ema"], frozen.tap_scale)
     vocabulary = None if frozen.vocabulary is None else tuple(np.asarray(frozen.vocabulary).tolist())
@@ -141,21 +159,25 @@ def run_stage(
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON values, less what may differ when a run is continued (its folders' names)."""
+    """The configuration as JSON values, less what may differ when a run is continued (its folder, its devices)."""
     values = dataclasses.asdict(config)
-    for name in ("out", "train", "optimizer"):  # the loop compares these two itself
+    for name in ("out", "mesh", "memory", "train", "optimizer"):  # the loop compares the last two itself
         values.pop(name)
     return json.loads(json.dumps(values))
 
 
-def _begin(config: RunConfig, target: Target) -> tuple[DrafterConfig, Params]:
+def _begin(config: RunConfig, target: Target, mesh: Mesh | None) -> tuple[DrafterConfig, Params]:
     if config.start_from is not None:
-        loaded = load_drafter(config.start_from, target)
+        loaded = load_drafter(config.start_from, target, mesh=mesh)
         return loaded.config, loaded.params
     assert config.new is not None
     drafter = config.new.build(target.config)
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
-    return drafter, initialise.new_params(config.new, drafter, target.config, target.params, key)
+    create = functools.partial(initialise.new_params, config.new, drafter, target.config)
+    if mesh is None:
+        return drafter, create(target.params, key)
+    places = tree_shardings(jax.eval_shape(create, target.params, key), mesh)
+    return drafter, jax.jit(create, out_shardings=places)(target.params, key)
 
 
 def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:
@@ -203,6 +225,7 @@ def _freeze(
     dataset: ConversationDataset,
     scale: np.ndarray,
     live: bool,
+    mesh: Mesh | None,
 ) -> Frozen:
     head, vocabulary = target_lib.head_matrix(target.config, target.params), None
     if config.vocabulary is not None:
@@ -212,11 +235,11 @@ def _freeze(
         head, vocabulary = head[:, kept], jnp.asarray(kept)
     teacher = None
     if isinstance(config.objective, StageTwoConfig):
-        loaded = load_drafter(config.teacher or config.start_from, target)  # type: ignore[arg-type]
+        loaded = load_drafter(config.teacher or config.start_from, target, mesh=mesh)  # type: ignore[arg-type]
         if loaded.config != drafter:
             raise UserError(f"teacher {loaded.source} and student differ in shape; they must be the same drafter")
         teacher = fold_tap_scale(loaded.params, 1.0 / jnp.asarray(scale))
-    return Frozen(
+    frozen = Frozen(
         embedding=target.params["embed"]["embedding"],
         head=head,
         vocabulary=vocabulary,
@@ -224,9 +247,14 @@ def _freeze(
         target=target.params if live else None,
         teacher=teacher,
     )
+    return frozen if mesh is None else jax.device_put(frozen, tree_shardings(frozen, mesh))
 
 
-def _loss(config: RunConfig, task: Task) -> Callable[..., Any]:
+def loss_function(
+    config: RunConfig, target: TargetConfig, drafter: DrafterConfig, mesh: Mesh | None = None
+) -> Callable[..., Any]:
+    """The run's loss as `training.step` wants it, with everything static compiled in."""
+    task = Task(target, drafter, config.anchors_per_row, config.compute_dtype, config.head_chunk, config.memory)
     objective, total = config.objective, config.train.total_steps
     one = functools.partial(
         stage_two_loss if isinstance(objective, StageTwoConfig) else stage_one_loss,  # type: ignore[arg-type]
@@ -235,7 +263,8 @@ def _loss(config: RunConfig, task: Task) -> Callable[..., Any]:
     )
 
     def loss_fn(params: Params, frozen: Frozen, batch: dict, key: jax.Array, step: jax.Array) -> Any:
-        return one(params, frozen, batch, key, step.astype(jnp.float32) / total)
+        with use_mesh(mesh, split_rows=config.mesh.split_rows):
+            return one(params, frozen, batch, key, step.astype(jnp.float32) / total)
 
     return loss_fn
 

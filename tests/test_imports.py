@@ -15,8 +15,9 @@ LAYERS = (
     {"errors", "dims", "config"},
     {"blocks", "refinement", "losses", "sharding", "models"},
     {"distill", "decoding"},
-    {"training", "data", "weights", "evaluation", "planning"},
+    {"training", "data", "weights", "evaluation"},
     {"runs"},
+    {"planning"},
     {"cli", "commands", "demo"},
 )
 NEVER = {

@@ -12,11 +12,14 @@ from dstill_jax.blocks import Blocks
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.losses import weights as weights_lib
-from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses, greedy_with_confidence, row_losses
+from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses
 from dstill_jax.losses.config import LossConfig
+from dstill_jax.losses.vocabulary import slot_choices, slot_losses
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
-from dstill_jax.models.drafter import ContextKV
+from dstill_jax.models.drafter import ContextKV, Memory
+from dstill_jax.sharding.activations import constrain
+from dstill_jax.sharding.weights import rows_of_table
 
 Metrics = dict[str, tuple[Array, Array]]
 """Name -> (sum, weight): added over devices, micro-batches and steps, divided once."""
@@ -31,6 +34,7 @@ class Task:
     anchors_per_row: int
     compute_dtype: str = "float32"
     head_chunk: int = DEFAULT_CHUNK
+    memory: Memory = Memory()
 
 
 class Frozen(NamedTuple):
@@ -82,6 +86,7 @@ def condition(task: Task, frozen: Frozen, batch: dict[str, Array], key: Array) -
     dtype = jnp.dtype(task.compute_dtype)
     taps = (taps.astype(jnp.float32) * frozen.tap_scale).astype(dtype)
     anchors, valid = blocks_lib.sample_anchors(key, batch["loss_mask"], ids, task.anchors_per_row)
+    anchors, valid = constrain(anchors, "batch", "anchors"), constrain(valid, "batch", "anchors")
     blocks = blocks_lib.cut_blocks(tokens, batch["loss_mask"], ids, positions, anchors, valid, task.drafter.block_size)
     visible = blocks_lib.context_mask(anchors, valid, ids)
     return Conditioned(blocks, taps, hidden.astype(dtype), positions, visible)
@@ -103,8 +108,10 @@ def run_pass(
     slots: Int[Array, "B A R"] | None = None,
 ) -> Float[Array, "B A R|K D"]:
     """One pass of the drafter over block tokens."""
-    x = frozen.embedding[tokens].astype(data.taps.dtype)
-    return drafter_lib.denoise(task.drafter, params, x, data.blocks.positions, context, data.visible, slots)
+    x = rows_of_table(frozen.embedding, tokens).astype(data.taps.dtype)
+    return drafter_lib.denoise(
+        task.drafter, params, x, data.blocks.positions, context, data.visible, slots, task.memory
+    )
 
 
 def to_columns(frozen: Frozen, tokens: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
@@ -121,9 +128,9 @@ def pick(
 ) -> tuple[Int[Array, "B A R"], Float[Array, "B A R"]]:
     """The most likely token of each slot under the training head, and its probability; never the mask, no gradient."""
     tokens = jnp.arange(frozen.head.shape[1]) if frozen.vocabulary is None else frozen.vocabulary
-    flat = jax.lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
-    best, sure = greedy_with_confidence(flat, frozen.head, tokens == task.drafter.mask_token_id, task.head_chunk)
-    return tokens[best].reshape(hidden.shape[:-1]).astype(jnp.int32), sure.reshape(hidden.shape[:-1])
+    hidden = jax.lax.stop_gradient(hidden)
+    best, sure = slot_choices(hidden, frozen.head, tokens == task.drafter.mask_token_id, task.head_chunk)
+    return tokens[best].astype(jnp.int32), sure
 
 
 class TeacherView(NamedTuple):
@@ -202,10 +209,10 @@ def _slot_losses(
     teacher: TeacherView | None,
 ) -> RowLosses:
     """Losses [B, A, K] of each slot; slot 0 is not computed and comes back as zero."""
-    B, A, K, D = hidden.shape
+    K = hidden.shape[2]
 
     def rows(x: Array) -> Array:
-        return x[:, :, 1:].reshape(B * A * (K - 1), *x.shape[3:])
+        return x[:, :, 1:]
 
     target_hidden = None
     if loss.needs_target:  # the target's distribution for position a + j is computed at a + j - 1
@@ -217,7 +224,7 @@ def _slot_losses(
         teacher_hidden=rows(teacher.hidden) if teacher is not None and loss.uses("teacher_kl") else None,
         target_hidden=target_hidden,
     )
-    losses = row_losses(
+    losses = slot_losses(
         rows(hidden),
         inputs,
         frozen.head,
@@ -228,6 +235,6 @@ def _slot_losses(
     )
 
     def back(x: Array) -> Array:
-        return jnp.pad(x.reshape(B, A, K - 1), ((0, 0), (0, 0), (1, 0)))
+        return jnp.pad(x, ((0, 0), (0, 0), (1, 0)))
 
     return jax.tree.map(back, losses)

@@ -35,20 +35,46 @@ class RowInputs(NamedTuple):
     target_hidden: Float[Array, "R D"] | None = None  # and this one into the target's
 
 
+class WholeRows:
+    """How a chunk is reduced over the vocabulary when each device holds all of it. `vocabulary.py` has the other way."""
+
+    def gather(self, rows: Array) -> Array:
+        """The rows whose logits this device computes a part of."""
+        return rows
+
+    def log_softmax(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    def sum(self, terms: Float[Array, "R V"]) -> Float[Array, "R"]:
+        return jnp.sum(terms, axis=-1)
+
+    def pick(self, log_p: Float[Array, "R V"], columns: Int[Array, "R"]) -> Float[Array, "R"]:
+        return jnp.take_along_axis(log_p, columns[:, None], axis=-1)[:, 0]
+
+    def argmax(self, logits: Float[Array, "R V"]) -> Int[Array, "R"]:
+        return jnp.argmax(logits, axis=-1)
+
+    def best(self, logits: Float[Array, "R V"]) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
+        """The largest column and its probability."""
+        return self.argmax(logits), jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+
+
+_WHOLE_ROWS = WholeRows()
+
+
 def _logits(hidden: Float[Array, "R D"], head: Float[Array, "D V"]) -> Float[Array, "R V"]:
     return jnp.einsum("rd,dv->rv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def _cross_entropy(log_p: Float[Array, "R V"], labels: Int[Array, "R"]) -> Float[Array, "R"]:
-    picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
-    return jnp.where(labels >= 0, -picked, 0.0)
+def _cross_entropy(log_p: Float[Array, "R V"], labels: Int[Array, "R"], columns: WholeRows) -> Float[Array, "R"]:
+    return jnp.where(labels >= 0, -columns.pick(log_p, jnp.maximum(labels, 0)), 0.0)
 
 
-def _kl(log_p: Array, log_other: Array, direction: str) -> Float[Array, "R"]:
+def _kl(log_p: Array, log_other: Array, direction: str, columns: WholeRows) -> Float[Array, "R"]:
     """forward: KL(other || p); reverse: KL(p || other)."""
     if direction == "forward":
-        return jnp.sum(jnp.exp(log_other) * (log_other - log_p), axis=-1)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_other), axis=-1)
+        return columns.sum(jnp.exp(log_other) * (log_other - log_p))
+    return columns.sum(jnp.exp(log_p) * (log_p - log_other))
 
 
 def _one_chunk(
@@ -58,22 +84,26 @@ def _one_chunk(
     kl_direction: str,
     target_kl: bool,
     target_l1: bool,
+    columns: WholeRows,
 ) -> RowLosses:
-    log_p = jax.nn.log_softmax(_logits(hidden, head), axis=-1)
+    def log_softmax(rows: Array) -> Array:
+        return columns.log_softmax(_logits(columns.gather(rows), head))
+
+    log_p = log_softmax(hidden)
     losses: dict[str, Any] = dict.fromkeys(RowLosses._fields)
-    losses["data_ce"] = _cross_entropy(log_p, inputs.labels)
-    losses["correct"] = (jnp.argmax(log_p, axis=-1) == inputs.labels) & (inputs.labels >= 0)
+    losses["data_ce"] = _cross_entropy(log_p, inputs.labels, columns)
+    losses["correct"] = (columns.argmax(log_p) == inputs.labels) & (inputs.labels >= 0)
     if inputs.hard_labels is not None:
-        losses["hard_ce"] = _cross_entropy(log_p, inputs.hard_labels)
+        losses["hard_ce"] = _cross_entropy(log_p, inputs.hard_labels, columns)
     if inputs.teacher_hidden is not None:
-        log_t = jax.nn.log_softmax(_logits(jax.lax.stop_gradient(inputs.teacher_hidden), head), axis=-1)
-        losses["teacher_kl"] = _kl(log_p, log_t, kl_direction)
+        log_t = log_softmax(jax.lax.stop_gradient(inputs.teacher_hidden))
+        losses["teacher_kl"] = _kl(log_p, log_t, kl_direction, columns)
     if inputs.target_hidden is not None:
-        log_t = jax.nn.log_softmax(_logits(jax.lax.stop_gradient(inputs.target_hidden), head), axis=-1)
+        log_t = log_softmax(jax.lax.stop_gradient(inputs.target_hidden))
         if target_kl:
-            losses["target_kl"] = _kl(log_p, log_t, kl_direction)
+            losses["target_kl"] = _kl(log_p, log_t, kl_direction, columns)
         if target_l1:
-            losses["target_l1"] = jnp.abs(jnp.exp(log_p) - jnp.exp(log_t)).sum(axis=-1)
+            losses["target_l1"] = columns.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_t)))
     return RowLosses(**losses)
 
 
@@ -104,10 +134,11 @@ def row_losses(
     target_kl: bool = False,
     target_l1: bool = False,
     chunk: int = DEFAULT_CHUNK,
+    columns: WholeRows = _WHOLE_ROWS,
 ) -> RowLosses:
     """Per-row losses of hidden states under a head, float32; gradients flow to `hidden` only through the chunk.
 
-    Which terms are computed follows from which fields of `inputs` are given.
+    Which terms are computed follows from which fields of `inputs` are given; `columns`, who holds the vocabulary.
     """
     function = functools.partial(
         _one_chunk,
@@ -115,6 +146,7 @@ def row_losses(
         kl_direction=kl_direction,
         target_kl=target_kl,
         target_l1=target_l1,
+        columns=columns,
     )
     with jax.named_scope("head_loss"):
         return map_rows(lambda h, i: function(h, i), chunk, hidden, inputs)
@@ -125,12 +157,11 @@ def greedy_with_confidence(
     head: Float[Array, "D V"],
     banned: Bool[Array, "V"],
     chunk: int = DEFAULT_CHUNK,
+    columns: WholeRows = _WHOLE_ROWS,
 ) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
     """The most likely column of each row, those in `banned` excepted, and its probability."""
 
     def one(h: Array) -> tuple[Array, Array]:
-        logits = jnp.where(banned, -jnp.inf, _logits(h, head))
-        best = jnp.argmax(logits, axis=-1)
-        return best, jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+        return columns.best(jnp.where(banned, -jnp.inf, _logits(columns.gather(h), head)))
 
     return map_rows(one, chunk, hidden)

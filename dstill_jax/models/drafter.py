@@ -14,17 +14,33 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax.config import DrafterConfig
 from dstill_jax.dims import Params
-from dstill_jax.models.attention import block_attention, rope_tables
+from dstill_jax.errors import UserError
+from dstill_jax.models.attention import rope_tables
+from dstill_jax.models.block_sharding import spread_block_attention
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, Linear, RMSNorm
 
 ContextKV = tuple[tuple[Float[Array, "B G E C"], Float[Array, "B G C E"]], ...]
 """Keys and values of the projected context, a pair per draft layer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What training trades for memory; no number of the result depends on it beyond rounding."""
+
+    scan_layers: bool = False  # one draft layer is compiled, in a loop; their weights are stacked in each pass
+    remat_layers: bool = False  # the backward pass computes each draft layer again instead of keeping its activations
+    anchor_chunk: int | None = None  # anchors whose attention scores exist at one time; they are computed again, too
+
+    def __post_init__(self) -> None:
+        if self.anchor_chunk is not None and self.anchor_chunk < 1:
+            raise UserError(f"Memory.anchor_chunk={self.anchor_chunk} must be at least 1, or None for all at once")
+
+
 class DrafterLayer(nn.Module):
     """One draft layer. The same k and v projections act on the context and on the block."""
 
     config: DrafterConfig
+    anchor_chunk: int | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -57,18 +73,21 @@ class DrafterLayer(nn.Module):
             rope = tuple(jnp.take_along_axis(table, rows, axis=2) for table in rope)  # type: ignore[assignment]
             block_mask = jnp.take_along_axis(block_mask, rows, axis=2)
         q = self.attention.queries(normed, *rope)
-        x = x + self.attention.output(block_attention(q, *context_kv, context_mask, k, v, block_mask))
+        attended = spread_block_attention(q, *context_kv, context_mask, k, v, block_mask, self.anchor_chunk)
+        x = x + self.attention.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DrafterModule(nn.Module):
     config: DrafterConfig
+    memory: Memory = Memory()
 
     def setup(self) -> None:
         c = self.config
+        layer = nn.remat(DrafterLayer) if self.memory.remat_layers else DrafterLayer
         self.fc = Linear(c.hidden_size)
         self.hidden_norm = RMSNorm(c.rms_norm_eps)
-        self.layers = [DrafterLayer(c) for _ in range(c.num_layers)]
+        self.layers = [layer(c, self.memory.anchor_chunk) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps)
 
     def project_context(self, taps: Float[Array, "B S T*D"]) -> Float[Array, "B S D"]:
@@ -133,6 +152,7 @@ def denoise(
     context_kv: ContextKV,
     context_mask: Bool[Array, "B A C"],
     query_slots: Int[Array, "B A R"] | None = None,
+    memory: Memory = Memory(),
 ) -> Float[Array, "B A R|K D"]:
     """One pass over A blocks of K embedded slots; returns what the target's head reads.
 
@@ -143,9 +163,42 @@ def denoise(
       query_slots: compute the outputs of these slots only, [.., R]; the last layer is then cheaper.
     """
     with jax.named_scope("drafter"):
-        return DrafterModule(config).apply(  # type: ignore[return-value]
+        if memory.scan_layers:
+            return _denoise_in_a_loop(config, params, x, positions, context_kv, context_mask, query_slots, memory)
+        return DrafterModule(config, memory).apply(  # type: ignore[return-value]
             {"params": params}, x, positions, context_kv, context_mask, query_slots, method="denoise"
         )
+
+
+def _denoise_in_a_loop(
+    config: DrafterConfig,
+    params: Params,
+    x: Array,
+    positions: Array,
+    context_kv: ContextKV,
+    context_mask: Array,
+    query_slots: Array | None,
+    memory: Memory,
+) -> Array:
+    """`denoise`, as a scan over the layers; with `query_slots` the last one, which is another program, stands after it."""
+    K = x.shape[2]
+    visible = jnp.tril(jnp.ones((K, K), bool)) if config.causal else jnp.ones((K, K), bool)
+    block_mask = jnp.broadcast_to(visible, (*x.shape[:3], K))
+    rope = rope_tables(config.rope, config.head_dim, positions)
+    layer = DrafterLayer(config, memory.anchor_chunk)
+
+    def one(x: Array, inputs: tuple[Params, tuple[Array, Array]], slots: Array | None = None) -> tuple[Array, None]:
+        weights, kv = inputs
+        return layer.apply({"params": weights}, x, rope, kv, context_mask, block_mask, slots), None
+
+    inputs = [(params[f"layers_{i}"], kv) for i, kv in enumerate(context_kv)]
+    looped = inputs if query_slots is None else inputs[:-1]
+    if looped:
+        body = jax.checkpoint(one) if memory.remat_layers else one
+        x, _ = jax.lax.scan(body, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *looped))
+    if query_slots is not None:
+        x, _ = one(x, inputs[-1], query_slots)
+    return RMSNorm(config.rms_norm_eps).apply({"params": params["norm"]}, x)  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from dstill_jax.dims import Params
 from dstill_jax.models.attention import apply_rope
+from dstill_jax.sharding.weights import matmul
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -64,7 +65,7 @@ class Linear(nn.Module):
             y = output_first(self.get_variable("params", "weight").astype(x.dtype), x)
         else:
             kernel = self.param("kernel", _INIT, (x.shape[-1], self.features), jnp.float32)
-            y = x @ kernel.astype(x.dtype)
+            y = matmul(x, kernel, f"{self.name}/kernel")
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y = y + bias.astype(x.dtype)

@@ -19,6 +19,8 @@ from dstill_jax.models import kv_cache
 from dstill_jax.models.attention import grouped_attention, rope_tables
 from dstill_jax.models.kv_cache import KVCache
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, RMSNorm, output_first
+from dstill_jax.sharding.activations import active_mesh, constrain
+from dstill_jax.sharding.weights import rows_of_table
 
 
 class TargetOutput(NamedTuple):
@@ -70,7 +72,7 @@ class DecoderLayer(nn.Module):
         else:
             cache, keys, values = kv_cache.write_layer(cache, layer, k, v, step.start)
         x = x + self.attention.output(grouped_attention(q, keys, values, step.mask))
-        x = x + self.mlp(self.post_attention_layernorm(x))
+        x = constrain(x + self.mlp(self.post_attention_layernorm(x)), "batch", "seq")
         if taps.shape[0] > 1:
             taps = taps.at[step.tap_slots[layer]].set(x)
         return _Carry(x, cache, layer + 1, taps), None
@@ -113,11 +115,11 @@ class Decoder(nn.Module):
         tap_ids: tuple[int, ...],
     ) -> TargetOutput:
         c = self.config
-        x = self.embed(tokens)
+        x = self.embed(tokens) if active_mesh() is None else rows_of_table(self.embed.embedding, tokens)
         cos, sin = rope_tables(c.rope, c.head_dim, positions)
         slots = [tap_ids.index(i) if i in tap_ids else len(tap_ids) for i in range(c.num_layers)]
         step = _Step(cos, sin, mask, start, jnp.asarray(slots, jnp.int32))
-        taps = jnp.zeros((len(tap_ids) + 1, *x.shape), x.dtype)
+        taps = constrain(jnp.zeros((len(tap_ids) + 1, *x.shape), x.dtype), None, "batch", "seq")
         if self.scan_layers:
             carry, _ = self.layers(_Carry(x, cache, jnp.int32(0), taps), step)
         else:

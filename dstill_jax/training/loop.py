@@ -6,6 +6,7 @@ asked for, `tensorboard/` and `profile/`.
 
 import collections
 import contextlib
+import functools
 import json
 import math
 import time
@@ -21,7 +22,7 @@ from dstill_jax.training.checkpoints import CheckpointStore
 from dstill_jax.training.config import OPERATIONAL_FIELDS, OptimizerConfig, TrainConfig, to_dict
 from dstill_jax.training.interrupt import Interrupted, StopSignals
 from dstill_jax.training.metrics import ConsoleWriter, JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter, means
-from dstill_jax.training.optimizer import build_optimizer
+from dstill_jax.training.optimizer import Optimizer, build_optimizer
 from dstill_jax.training.prefetch import Batch, Data, Prefetcher
 from dstill_jax.training.state import TrainState, init_state
 from dstill_jax.training.step import LossFn, Metrics, TrainStep, make_train_step
@@ -45,6 +46,7 @@ def train(
     on_step: OnStep | None = None,
     *,
     batch_sharding: jax.sharding.NamedSharding | None = None,
+    state_shardings: Callable[[TrainState], Any] | None = None,
 ) -> TrainState:
     """Trains for `train_config.total_steps` steps, from the newest checkpoint of `run_dir` when there is one.
 
@@ -53,7 +55,8 @@ def train(
     `target_fingerprint`, the resolved `config`) is saved with each checkpoint and must be equal on resuming, as must
     the fields of both configs that affect numbers. `on_step(step, state)` runs after each step, before it is saved; it
     may return metrics for that step's record, and must keep no reference to the state, whose memory the next step
-    reuses. With `batch_sharding` rows are spread over a mesh, and weights not yet placed on it are replicated over it.
+    reuses. With `batch_sharding` rows are spread over a mesh, and weights not yet placed on it are replicated over it,
+    unless `state_shardings` tells where each array of a state (of shapes) belongs: then it is created there.
 
     Returns the final state. Raises `Interrupted` after saving on SIGTERM or SIGINT, `NonFiniteError`, and `UserError`
     when the folder belongs to another run or cannot be written.
@@ -61,7 +64,7 @@ def train(
     run_dir = Path(run_dir).absolute()
     identity = _identity(metadata, train_config, optimizer_config, data)
     optimizer = build_optimizer(optimizer_config, train_config.total_steps)
-    state = _place(init_state(params_init, optimizer, train_config.seed), batch_sharding)
+    state = _begin(params_init, optimizer, train_config.seed, batch_sharding, state_shardings)
     shardings = None if batch_sharding is None else jax.tree.map(lambda x: x.sharding, state)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -257,6 +260,19 @@ def _identity(
         return json.loads(json.dumps(identity, allow_nan=False))
     except (TypeError, ValueError) as e:
         raise UserError(f"metadata of a run must be JSON values: {e}") from e
+
+
+def _begin(
+    params: Params,
+    optimizer: Optimizer,
+    seed: int,
+    batch_sharding: jax.sharding.NamedSharding | None,
+    state_shardings: Callable[[TrainState], Any] | None,
+) -> TrainState:
+    if state_shardings is None:
+        return _place(init_state(params, optimizer, seed), batch_sharding)
+    create = functools.partial(init_state, optimizer=optimizer, seed=seed)
+    return jax.jit(create, out_shardings=state_shardings(jax.eval_shape(create, params)))(params)
 
 
 def _place(state: TrainState, batch_sharding: jax.sharding.NamedSharding | None) -> TrainState:

@@ -29,6 +29,7 @@ from dstill_jax.weights.hf_config import (
     parse_target_config,
     target_config_dict,
 )
+from dstill_jax.weights.load_sharded import read_sharded, to_tree_layout
 from dstill_jax.weights.names import (
     TensorEntry,
     drafter_entries,
@@ -55,7 +56,10 @@ Place = Callable[[tuple[str, ...], np.ndarray], Any]
 
 
 def load_target(
-    path_or_hub_id: str | os.PathLike[str], dtype: str = "float32", scan_layers: bool | None = None
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: str = "float32",
+    scan_layers: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Target:
     """A frozen target from a Hugging Face folder or hub id (Qwen3 and Llama-3.x).
 
@@ -64,9 +68,11 @@ def load_target(
       dtype: of the parameters: "float32", "bfloat16" or "float16".
       scan_layers: True stacks the layers' parameters on a leading axis; False keeps a subtree per layer, its matrices
         stored output first (`models/layers.py`); None: stacked unless the backend is a CPU.
+      mesh: spread the parameters over it as `sharding/rules.py` says; each process reads its own byte ranges only.
 
     Raises:
-      UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named.
+      UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named. A
+        parameter does not divide over the mesh.
 
     Example:
       >>> target = load_target("Qwen/Qwen3-0.6B", dtype="bfloat16")  # doctest: +SKIP
@@ -77,8 +83,9 @@ def load_target(
         entries = target_entries(described.config)
         check_tensors(files, entries, described.config)
         stacked = jax.default_backend() != "cpu" if scan_layers is None else scan_layers
-        placed = entries if stacked else [entry.output_first() for entry in entries]
-        params = read_params(files, placed, wanted, stacked)
+        # Only matrices that stay whole are stored output first: the mesh's products take kernels.
+        placed = entries if stacked or mesh is not None else [entry.output_first() for entry in entries]
+        params = _read(files, placed, wanted, stacked, mesh)
     return dataclasses.replace(described, params=params)
 
 
@@ -99,7 +106,10 @@ def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, Weight
 
 
 def load_drafter(
-    path_or_hub_id: str | os.PathLike[str], target: Target | None = None, dtype: str = "float32"
+    path_or_hub_id: str | os.PathLike[str],
+    target: Target | None = None,
+    dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Drafter:
     """A drafter in the public DFlash layout.
 
@@ -107,6 +117,7 @@ def load_drafter(
       path_or_hub_id: a folder with `config.json` and `model.safetensors`, or a hub id.
       target: when given, the drafter must have been made for a target of this shape.
       dtype: of the parameters: "float32", "bfloat16" or "float16".
+      mesh: spread the parameters over it, as in `load_target`.
 
     Raises:
       UserError: the folder cannot be represented exactly, or does not fit the target; both values are named.
@@ -121,7 +132,7 @@ def load_drafter(
     with _blaming(folder):
         entries = drafter_entries(config)
         check_tensors(files, entries, config)
-        params = read_params(files, entries, wanted, stacked=False)
+        params = _read(files, entries, wanted, False, mesh)
     provenance = folder / PROVENANCE_FILE
     known = read_json(provenance) if provenance.exists() else {}
     with _blaming(provenance):
@@ -194,6 +205,14 @@ def check_tensors(files: WeightFiles, entries: list[TensorEntry], config: Target
             )
 
 
+def _read(
+    files: WeightFiles, entries: list[TensorEntry], dtype: np.dtype, stacked: bool, mesh: jax.sharding.Mesh | None
+) -> Params:
+    if mesh is None:
+        return read_params(files, entries, dtype, stacked)
+    return read_sharded(files, entries, dtype, stacked, mesh)
+
+
 def read_params(
     files: WeightFiles,
     entries: list[TensorEntry],
@@ -219,15 +238,7 @@ def read_params(
 
 
 def _read_cast(files: WeightFiles, entry: TensorEntry, dtype: np.dtype) -> np.ndarray:
-    value = files.read(entry.name)
-    if value.dtype == dtype and not entry.transpose:
-        return value
-    result = aligned_empty(entry.tree_shape, dtype)
-    with np.errstate(over="ignore"):
-        np.copyto(result, value.T if entry.transpose else value, casting="unsafe")
-    if dtype == np.float16 and value.dtype != dtype and not np.isfinite(result).all():
-        raise UserError(f"{entry.name} does not fit into float16; load it as bfloat16 or float32")
-    return result
+    return to_tree_layout(files.read(entry.name), entry, dtype)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

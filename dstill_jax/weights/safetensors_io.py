@@ -5,6 +5,7 @@ data; reading it here keeps bfloat16 as it is and never holds more than the tens
 """
 
 import hashlib
+import io
 import json
 import math
 import struct
@@ -26,6 +27,8 @@ _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ALIGNMENT = 64
 _FINGERPRINT_BYTES = 256  # of each tensor
+_SHORT_READ = 4096  # bytes; a disk delivers about as much whatever is asked of it
+_GROUP_BYTES = 2**22
 
 
 def file_dtype(dtype: str) -> str:
@@ -77,6 +80,48 @@ class WeightFiles:
         Raises:
           UserError: the tensor is absent or of a dtype other than float32, bfloat16 and float16.
         """
+        stored = self._known(name)
+        array = aligned_empty(stored.shape, _DTYPES[stored.dtype])
+        with open(stored.file, "rb") as file:
+            file.seek(stored.offset)
+            if file.readinto(array.reshape(-1).view(np.uint8).data) != stored.num_bytes:
+                raise UserError(f"{stored.file} was cut off while it was read, in tensor {name}")
+        return array
+
+    def read_slice(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
+        """Part of a vector or matrix in its stored dtype, without the rest passing through memory.
+
+        Whole rows are one read. Of a range of columns each row is a read of its own, unless it is so short that the disk
+        would deliver its neighbours anyway: then rows are read in groups of at most 4 MB.
+
+        Raises:
+          UserError: as `read`.
+        """
+        stored = self._known(name)
+        dtype = _DTYPES[stored.dtype]
+        first, last, _ = rows.indices(stored.shape[0])
+        width = math.prod(stored.shape[1:]) * dtype.itemsize
+        if columns is None or columns.indices(stored.shape[1])[:2] == (0, stored.shape[1]):
+            result = aligned_empty((last - first, *stored.shape[1:]), dtype)
+            with open(stored.file, "rb", buffering=0) as file:
+                _read_into(file, stored, stored.offset + first * width, result.reshape(-1), name)
+            return result
+        left, right, _ = columns.indices(stored.shape[1])
+        result = aligned_empty((last - first, right - left), dtype)
+        group = 1 if (right - left) * dtype.itemsize >= _SHORT_READ else max(1, _GROUP_BYTES // width)
+        with open(stored.file, "rb", buffering=0) as file:
+            for row in range(first, last, group):
+                count = min(group, last - row)
+                if group == 1:
+                    start = stored.offset + row * width + left * dtype.itemsize
+                    _read_into(file, stored, start, result[row - first], name)
+                else:
+                    block = np.empty((count, stored.shape[1]), dtype)
+                    _read_into(file, stored, stored.offset + row * width, block.reshape(-1), name)
+                    result[row - first : row - first + count] = block[:, left:right]
+        return result
+
+    def _known(self, name: str) -> StoredTensor:
         if name not in self.tensors:
             raise UserError(f"the weights have no tensor {name}")
         stored = self.tensors[name]
@@ -84,12 +129,7 @@ class WeightFiles:
             raise UserError(
                 f"{stored.file}: tensor {name} is stored as {stored.dtype}; convert it to one of {', '.join(_DTYPES)}"
             )
-        array = aligned_empty(stored.shape, _DTYPES[stored.dtype])
-        with open(stored.file, "rb") as file:
-            file.seek(stored.offset)
-            if file.readinto(array.reshape(-1).view(np.uint8).data) != stored.num_bytes:
-                raise UserError(f"{stored.file} was cut off while it was read, in tensor {name}")
-        return array
+        return stored
 
     def fingerprint(self, config: bytes) -> str:
         """Hex SHA-256 over a config, every header, and the first bytes of every tensor: cheap and deterministic."""
@@ -102,6 +142,17 @@ class WeightFiles:
                 file.seek(stored.offset)
                 digest.update(file.read(min(_FINGERPRINT_BYTES, stored.num_bytes)))
         return digest.hexdigest()
+
+
+def _read_into(file: io.RawIOBase, stored: StoredTensor, start: int, out: np.ndarray, name: str) -> None:
+    """Fills a contiguous 1-D array from byte `start` on."""
+    view = memoryview(out.view(np.uint8)).cast("B")
+    file.seek(start)
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise UserError(f"{stored.file} was cut off while it was read, in tensor {name}")
+        view = view[count:]
 
 
 def open_weights(folder: Path) -> WeightFiles:

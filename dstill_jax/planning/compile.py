@@ -1,0 +1,192 @@
+"""A run's real train step, compiled for a slice that is not attached. Nothing is allocated: shapes stand for arrays."""
+
+import dataclasses
+import functools
+import math
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.distill.conditioning import Frozen
+from dstill_jax.distill.config import StageTwoConfig
+from dstill_jax.distill.initialise import DrafterShape
+from dstill_jax.errors import UserError
+from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import target as target_lib
+from dstill_jax.planning.count import Counts, Program
+from dstill_jax.runs import RunConfig, loss_function
+from dstill_jax.sharding.mesh import build_mesh, check_model_divides
+from dstill_jax.sharding.rules import tree_shardings
+from dstill_jax.training import build_optimizer, init_state, make_train_step
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One train step on one device of a slice; bytes unless named otherwise."""
+
+    fits: bool
+    reason: str  # of not fitting, in the compiler's words
+    argument: float = 0.0
+    output: float = 0.0
+    aliased: float = 0.0  # outputs written over donated arguments
+    temporary: float = 0.0
+    program: float = 0.0
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    seconds: float = 0.0  # of compilation
+    text: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def peak(self) -> float:
+        return self.argument + self.output - self.aliased + self.temporary + self.program
+
+
+@dataclass(frozen=True)
+class AbstractRun:
+    """The arguments of a train step as shapes with places, and the step."""
+
+    step: Any
+    state: Any
+    frozen: Frozen
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    def argument_bytes(self) -> dict[str, float]:
+        """Of one device, by kind."""
+        state = self.state
+        return {
+            "drafter params": device_bytes(state["params"]),
+            "optimiser": device_bytes(state["opt_state"]) + device_bytes(state["ema"]),
+            "target params": device_bytes(self.frozen.target),
+            "embedding, head": device_bytes((self.frozen.embedding, self.frozen.head)),
+            "teacher params": device_bytes(self.frozen.teacher),
+            "batch": device_bytes(self.batch),
+        }
+
+
+def device_bytes(tree: Any) -> float:
+    """Bytes that a tree of placed shapes takes on one device."""
+    return float(
+        sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+    )
+
+
+def drafter_config(config: RunConfig, target: TargetConfig, shape: DrafterShape | None = None) -> DrafterConfig:
+    """The drafter of a run: `new`, or the folder it goes on from, or `shape` where that folder is not there yet.
+
+    Raises UserError when none of them tells.
+    """
+    if config.new is not None:
+        return config.new.build(target)
+    from dstill_jax.weights.load import load_drafter
+
+    folder = config.start_from or ""
+    if Path(folder, "config.json").exists():
+        return load_drafter(folder).config
+    if shape is None:
+        raise UserError(
+            f"the run goes on from {folder}, which is not there, so its drafter's shape is not known;"
+            " let the config file export SHAPE, a DrafterShape"
+        )
+    return shape.build(target)
+
+
+def abstract_run(config: RunConfig, target: TargetConfig, drafter: DrafterConfig, devices: list[Any]) -> AbstractRun:
+    """The train step of a run on these devices, and the shapes it takes.
+
+    Raises UserError when mesh, model and batch do not divide.
+    """
+    mesh = build_mesh(config.mesh, devices)
+    for model in (target, drafter):
+        check_model_divides(config.mesh, model)
+    key = jax.random.key(0)
+    target_params = jax.eval_shape(functools.partial(target_lib.init_params, target, scan_layers=True), key)
+    target_params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(config.compute_dtype)), target_params
+    )
+    student = jax.eval_shape(functools.partial(drafter_lib.init_params, drafter), key)
+    optimizer = build_optimizer(config.optimizer, config.train.total_steps)
+    create = functools.partial(init_state, optimizer=optimizer, seed=0)
+    state = _placed(jax.eval_shape(create, student), mesh)
+    columns = config.vocabulary or target.vocab_size
+    compute = jnp.dtype(config.compute_dtype)
+    frozen = Frozen(
+        embedding=target_params["embed"]["embedding"],
+        head=jax.ShapeDtypeStruct((target.hidden_size, columns), compute),
+        vocabulary=None if config.vocabulary is None else jax.ShapeDtypeStruct((columns,), jnp.int32),
+        tap_scale=jax.ShapeDtypeStruct((drafter.num_taps * drafter.hidden_size,), jnp.float32),
+        target=target_params,
+        teacher=student if isinstance(config.objective, StageTwoConfig) else None,
+    )
+    shape = (config.batches.batch_size, config.batches.seq_len)
+    kinds = {"tokens": jnp.int32, "loss_mask": jnp.bool_, "document_ids": jnp.int32, "positions": jnp.int32}
+    batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
+    step = make_train_step(
+        loss_function(config, target, drafter, mesh),
+        optimizer,
+        config.train,
+        state_shardings=jax.tree.map(lambda x: x.sharding, state),
+    )
+    split = config.mesh.split_rows
+    return AbstractRun(step, state, _placed(frozen, mesh), _placed(batch, mesh, split_rows=split))
+
+
+def _placed(tree: Any, mesh: Mesh, *, split_rows: bool = False) -> Any:
+    places = tree_shardings(tree, mesh, split_rows=split_rows)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, places)
+
+
+def compile_step(run: AbstractRun, num_slices: int = 1) -> Compiled:
+    """Compiles; a step that does not fit comes back as such, any other failure of the compiler is raised."""
+    began = time.perf_counter()
+    lowered = run.step.lower(run.state, run.frozen, run.batch)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = _out_of_memory(str(error))
+        if reason is None:
+            raise
+        return Compiled(False, reason, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    sizes, text = compiled.memory_analysis(), compiled.as_text()
+    return Compiled(
+        fits=True,
+        reason="",
+        argument=sizes.argument_size_in_bytes,
+        output=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        temporary=sizes.temp_size_in_bytes,
+        program=sizes.generated_code_size_in_bytes,
+        counts=Program(text, num_slices).count(),
+        seconds=seconds,
+        text=text,
+    )
+
+
+def _out_of_memory(message: str) -> str | None:
+    if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
+        return None
+    found = re.search(r"Used [\d.]+\w of [\d.]+\w \w+|[^,:]*\([\d.]+\w\) exceeds available \w+ \([\d.]+\w\)", message)
+    return found.group(0).strip() if found else message.splitlines()[0][:200]
+
+
+def require_target(name: str) -> TargetConfig:
+    """The target's configuration alone: a folder, or the name of one of the shapes known without a network.
+
+    Raises UserError listing the known names when there is neither.
+    """
+    from dstill_jax.planning.targets import KNOWN
+
+    if name in KNOWN:
+        return KNOWN[name]
+    from dstill_jax.weights.load import describe_target
+
+    try:
+        return describe_target(name).config
+    except UserError as error:
+        raise UserError(f"{error}; planning knows without a network: {', '.join(KNOWN)}") from None

@@ -1,0 +1,158 @@
+"""The counter of compiled programs against counts made by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sharded_case
+
+from dstill_jax.planning.count import Program
+from dstill_jax.planning.hlo import replica_groups, shapes_of
+
+
+def count(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    return Program(jax.jit(function).lower(*arguments).compile().as_text()).count()
+
+
+def test_a_product_is_two_operations_a_multiply_add() -> None:
+    assert count(lambda a, b: a @ b, (32, 64), (64, 16)).flops == 2 * 32 * 64 * 16
+
+
+def test_batched_products_and_gradients_are_counted_once_each() -> None:
+    def loss(q, k):
+        return jnp.einsum("bhqd,bhkd->bhqk", q, k).sum()
+
+    assert count(loss, (2, 3, 16, 8), (2, 3, 24, 8)).flops == 2 * 2 * 3 * 16 * 24 * 8
+
+    def square(a, b):
+        return jnp.sum(jnp.tanh(a @ b) ** 2)
+
+    # forward, and one product for each gradient
+    assert count(jax.grad(square, argnums=(0, 1)), (8, 16), (16, 4)).flops == 3 * 2 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_the_body_of_a_scan_counts_as_often_as_it_runs(length: int) -> None:
+    def chain(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    found = count(chain, (8, 32), (length, 32, 32))
+    assert found.flops == length * 2 * 8 * 32 * 32
+    assert not found.notes
+    # Each pass reads its own slice of the weights, not all of them.
+    assert length * 32 * 32 * 4 <= found.hbm_bytes <= length * (32 * 32 * 4 * 4 + 8 * 32 * 4 * 12) + 4096
+
+
+def test_nested_loops_multiply() -> None:
+    def nested(x, w):
+        def outer(_, x):
+            return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x)
+
+        return jax.lax.fori_loop(2, 9, outer, x)
+
+    assert count(nested, (8, 8), (8, 8)).flops == 7 * 5 * 2 * 8 * 8 * 8
+
+
+def test_of_two_branches_the_dearer_counts() -> None:
+    def either(p, x, w):
+        return jax.lax.cond(p[0] > 0, lambda x: jnp.tanh(x @ w) @ w, lambda x: x, x)
+
+    assert count(either, (1,), (8, 8), (8, 8)).flops == 2 * 2 * 8 * 8 * 8
+
+
+# Lines as the TPU compiler writes them: a batched product is a convolution over a dilated axis, and VMEM is S(1).
+_TPU_TEXT = """HloModule m, is_scheduled=true, num_partitions=8
+
+%body (p: (...)) -> (...) {
+  %p = CARRY parameter(0)
+  %n = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %q = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %k = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)S(1)} get-tuple-element(%p), index=2
+  %g = f32[8,128]{1,0} get-tuple-element(%p), index=3
+  %scores = SCORES convolution(%q, %k), window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=01bf_01oi->01bf
+  %all-reduce.1 = f32[8,128]{1,0} all-reduce(%g), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
+  %all-gather.1 = f32[64,128]{1,0} all-gather(%g), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t = CARRY tuple(%n, %q, %k, %all-reduce.1)
+}
+
+%condition (p.1: (...)) -> pred[] {
+  %p.1 = CARRY parameter(0)
+  %n.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  %end = s32[]{:T(128)} constant(6)
+  ROOT %less = pred[]{:T(512)} compare(%n.1, %end), direction=LT
+}
+
+ENTRY %main (a: bf16[2,8,256,128], b: bf16[2,8,256,128], c: f32[8,128]) -> f32[8,128] {
+  %a = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %c = f32[8,128]{1,0} parameter(2)
+  %start = s32[]{:T(128)} constant(2)
+  %first = CARRY tuple(%start, %a, %b, %c)
+  %loop = CARRY while(%first), condition=%condition, body=%body
+  ROOT %out = f32[8,128]{1,0} get-tuple-element(%loop), index=3
+}
+"""
+
+
+@pytest.mark.parametrize(("step", "times"), [(1, 4), (2, 2), (3, 2)])
+def test_a_loop_that_the_compiler_unrolled_counts_its_steps(step: int, times: int) -> None:
+    text = _tpu_text().replace("tuple(%n, %q", "tuple(%next, %q")
+    added = f"  %by = s32[]{{:T(128)}} constant({step})\n  %next = s32[]{{:T(128)}} add(%n, %by)\n  %q = "
+    found = Program(text.replace("  %q = ", added, 1)).count()
+    assert found.flops == times * 2 * (2 * 8) * 256 * 256 * 128
+
+
+_TYPES = {
+    "CARRY": (
+        "(s32[]{:T(128)}, bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)}, bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)S(1)},"
+        " f32[8,128]{1,0})"
+    ),
+    "SCORES": "bf16[2,8,256,256]{3,2,1,0:T(8,128)(2,1)S(1)}",
+}
+
+
+def _tpu_text() -> str:
+    return functools.reduce(lambda text, name: text.replace(name, _TYPES[name]), _TYPES, _TPU_TEXT)
+
+
+def test_a_tpu_program_written_by_hand() -> None:
+    found = Program(_tpu_text(), num_slices=2).count()
+    assert found.flops == 4 * 2 * (2 * 8) * 256 * 256 * 128  # the loop runs from 2 to 6
+    block = 8 * 128 * 4
+    moved = {(c.kind, c.group, c.crosses_slices): (c.times, c.bytes) for c in found.by_kind()}
+    assert moved == {
+        ("all-reduce", 4, False): (4, 4 * 2 * block * 3 / 4),  # within each slice of four
+        ("all-gather", 8, True): (4, 4 * block * 7),  # over both
+    }
+    assert found.network_bytes(False) + found.network_bytes(True) == sum(b for _, b in moved.values())
+    query = 2 * 8 * 256 * 128 * 2
+    assert found.hbm_bytes == 4 * (query + 2 * block + block + 8 * block)  # keys and scores live in VMEM
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+    ],
+)
+def test_groups_of_a_collective(text: str, groups: list) -> None:
+    np.testing.assert_array_equal(replica_groups(text), groups)
+
+
+def test_shapes_are_read_with_their_memory() -> None:
+    first, second = shapes_of("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[]{:T(128)})")
+    assert (first.size, first.in_hbm, second.size, second.in_hbm) == (12, False, 4, True)
+
+
+def test_collectives_of_a_sharded_product_by_hand() -> None:
+    found = sharded_case.call("counted_product", devices=8)
+    rows, width = 64, 32
+    # x [rows / 8, width] @ gathered w [width, width]; the compiler joins the gathers of both passes. dw is scattered.
+    assert found["all-gather"] == [1, width * width * 4 * 7 / 8]
+    assert found["flops"] == 3 * 2 * (rows / 8) * width * width
+    assert found["summed"] == width * width * 4 * 7 / 8 * found["per_sum"]

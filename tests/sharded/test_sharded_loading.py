@@ -1,0 +1,31 @@
+"""Weights onto eight simulated devices: the same numbers, each byte read once, and no whole copy on the host."""
+
+from pathlib import Path
+
+import pytest
+import sharded_case
+
+MB = 2**20
+
+
+def test_a_target_on_eight_devices_is_the_target(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    calls = [
+        ("loaded_alike", {"folder": folder, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "stacked": True}),
+        ("loaded_alike", {"folder": folder, "mesh": {"fsdp": 8}, "stacked": False}),
+    ]
+    mixed, shared = sharded_case.call("many", calls=calls)
+    assert mixed["equal"] and shared["equal"]
+    # Every byte once, small tensors (whole on every device) included: devices with the same share are served together.
+    assert mixed["bytes_read"] == shared["bytes_read"] == mixed["bytes_stored"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [True, False])
+def test_peak_memory_of_loading_is_one_share_above_what_the_devices_hold(tmp_path: Path, stacked: bool) -> None:
+    """An 8B model's proportions at a quarter of its width and layers; 1.3 times one device's share of one array."""
+    facts = sharded_case.call("memory_of_loading", folder=str(tmp_path), stacked=stacked)
+    assert facts["held"] > 300 * MB
+    assert facts["peak"] <= facts["held"] + 1.3 * facts["largest_share"] + 16 * MB, (
+        facts
+    )  # 16 MB: reading buffers, maps
