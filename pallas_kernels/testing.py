@@ -28,6 +28,7 @@ UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "
 # Of the compiling process: they name no device, they keep libtpu from asking a metadata server which one it has.
 COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock is for running; several processes may compile at once
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
