@@ -102,7 +102,7 @@ def context_attention(
     )  # fmt: skip
 
 
-def _attention(q, context_k, context_v, block_k, block_v, anchors, rules, scale, how):  # noqa: ANN001, ANN202
+def _attention(q, context_k, context_v, block_k, block_v, anchors, rules, scale, how):
     valid, context_documents, block_documents, slots, causal, window = rules
     implementation, device_kind, sizes, interpret = how
     (_, A, R, H, E), (_, G, S, _) = q.shape, context_k.shape
@@ -128,7 +128,7 @@ def _attention(q, context_k, context_v, block_k, block_v, anchors, rules, scale,
     return vjp.attention(settings, q, context_k, context_v, block_k, block_v, sees)
 
 
-def _check_shapes(q, context_k, context_v, block_k, block_v) -> None:  # noqa: ANN001
+def _check_shapes(q, context_k, context_v, block_k, block_v) -> None:
     if q.ndim != 5 or context_k.ndim != 4:
         raise ValueError(f"{q.shape=} must be [B, A, R, H, E] and {context_k.shape=} [B, G, S, E]")
     (B, A, _, H, E), (_, G, S, _) = q.shape, context_k.shape

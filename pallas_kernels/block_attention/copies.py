@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
-def _copy(hbm: jax.Ref, vmem: jax.Ref, semaphore: jax.Ref, at: tuple, place: int | jax.Array, inward: bool):  # noqa: ANN202
+def _copy(hbm: jax.Ref, vmem: jax.Ref, semaphore: jax.Ref, at: tuple, place: int | jax.Array, inward: bool):
     height = hbm.shape[-2]
     part = vmem.at[pl.ds(pl.multiple_of(place * height, 16), height)]
     source, target = (hbm.at[at], part) if inward else (part, hbm.at[at])

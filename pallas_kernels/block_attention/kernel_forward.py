@@ -252,7 +252,7 @@ def forward(
         own_k = own_v = jnp.zeros((1, 1, 1, t.block_keys, E), q.dtype)
     tiles_per_chunk = t.chunk // t.keys
 
-    def chunk_index(b, g, i, c, order, tiles, *_):  # noqa: ANN001, ANN202
+    def chunk_index(b, g, i, c, order, tiles, *_):
         """A chunk without a needed tile asks for its neighbour, which is there already: nothing is copied."""
         row = (b * t.query_tiles + i) * TILE_FIELDS
         lowest = tiles[row] // tiles_per_chunk

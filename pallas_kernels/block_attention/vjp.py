@@ -68,7 +68,7 @@ def _key_bound(context_k: jax.Array, used: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.max(jnp.where(used[:, None], squares, 0.0), axis=-1)).reshape(-1)
 
 
-def _run(settings: Settings, q, context_k, context_v, block_k, block_v, sees):  # noqa: ANN001, ANN202
+def _run(settings: Settings, q, context_k, context_v, block_k, block_v, sees):
     t, (_, A, R, H, _), (_, G, S, _) = settings.forward, q.shape, context_k.shape
     plan = make_plan(sees, H // G, S, t)
     own = [None if x is None else _to_kernel(x, G, t.block_keys) for x in (block_k, block_v)]
@@ -103,12 +103,12 @@ def attention(
     return _run(settings, q, context_k, context_v, block_k, block_v, sees)
 
 
-def _forward(settings: Settings, q, context_k, context_v, block_k, block_v, sees):  # noqa: ANN001, ANN202
+def _forward(settings: Settings, q, context_k, context_v, block_k, block_v, sees):
     out, lse = _run(settings, q, context_k, context_v, block_k, block_v, sees)
     return (out, lse), (q, context_k, context_v, block_k, block_v, sees, out, lse)
 
 
-def _backward(settings: Settings, residuals, cotangents):  # noqa: ANN001, ANN202
+def _backward(settings: Settings, residuals, cotangents):
     q, context_k, context_v, block_k, block_v, sees, out, lse = residuals
     dout, dlse = cotangents
     t, (_, _, R, H, _), (_, G, S, _) = settings.backward, q.shape, context_k.shape

@@ -8,7 +8,9 @@ from pallas_kernels.tree_attention.trees import check_rows
 
 SUBLANES = 16  # of packed bfloat16
 _STEP_SECONDS = 1.5e-6  # of HBM time a grid step should fetch: several times what a step itself costs
-_SCORE_TILE = 256 * 1024  # elements of float32 scores that live at once
+_SCORE_TILE = 512 * 1024  # elements of float32 scores that wait for their maximum at once
+_MOST_ROWS = 256  # of one product: more only lengthens the code
+_TEMPORARY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,17 @@ class TreeBlocks:
 
     Attributes:
       context: cache slots a step fetches, a multiple of 128.
-      kv_heads: kv heads a step fetches; divides G.
       resident: query rows of a kv head held in VMEM while the context streams by. The whole stack, unless VMEM is too
         small: the context is read once for each part. Whole heads, or a divisor of the padded rows of one.
       rows: query rows a product multiplies at a time; divides `resident`.
     """
 
     context: int
-    kv_heads: int
     resident: int
     rows: int
 
     def __post_init__(self) -> None:
         check_multiple("context", self.context, LANES)
-        check_multiple("kv_heads", self.kv_heads, 1)
         check_multiple("rows", self.rows, SUBLANES)
         check_multiple("resident", self.resident, self.rows)
 
@@ -66,11 +65,11 @@ class TreeBlocks:
         per_row = 4 * lanes * shape.itemsize + 2 * LANES * 4 + (lanes + 2 * LANES) * 4  # q, out; lse; scratch
         slots = 4 * (self.context + shape.padded_rows) * lanes * shape.itemsize
         words = 2 * shape.padded_rows * LANES * 4
-        return self.kv_heads * (self.resident * per_row + slots) + words + 12 * self.rows * self.context
+        scores = self.rows * max(self.context, shape.padded_rows) * (4 + shape.itemsize)
+        return self.resident * per_row + slots + words + scores + _TEMPORARY_BYTES
 
     def check(self, shape: TreeShape, device_kind: str) -> None:
         """ValueError unless these sizes fit the shape and the chip."""
-        check_multiple("num_kv_heads", shape.num_kv_heads, self.kv_heads)
         if shape.rows % self.resident:
             raise ValueError(f"resident={self.resident} must divide the {shape.rows} stacked rows (H/G x padded N)")
         for name, size in (("resident", self.resident), ("rows", self.rows)):
@@ -79,35 +78,34 @@ class TreeBlocks:
         check_vmem(f"tree attention with {self}", self.vmem_bytes(shape), device_kind)
 
 
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(value, 0, -1) if value % d == 0]
+def _stacks(shape: TreeShape) -> list[int]:
+    """What a part of the stacked rows may be, largest first: some heads, or a divisor of one."""
+    one = shape.padded_rows
+    heads = [one * d for d in range(shape.heads_per_kv, 0, -1) if shape.heads_per_kv % d == 0]
+    return heads + [one // d for d in range(2, one // SUBLANES + 1) if one % (d * SUBLANES) == 0]
 
 
 def _heuristic(shape: TreeShape, facts: Chip) -> TreeBlocks:
-    """The largest stack of rows that fits, then a fetch long enough to hide what a step costs."""
-    fits = shape.padded_rows
-    stacks = [fits * d for d in _divisors(shape.heads_per_kv)]
-    stacks += [fits // d for d in range(2, fits // SUBLANES + 1) if fits % d == 0 and (fits // d) % SUBLANES == 0]
+    """As many rows as fit, so that the context is read once; then fetches long enough to hide what a step costs."""
+    stacks = _stacks(shape)
     slot_bytes = 2 * shape.head_dim * shape.itemsize
-    wanted = facts.hbm_bytes_per_second * _STEP_SECONDS / slot_bytes  # slots x kv heads
-    longest = round_up(shape.capacity, LANES)
-    heads = [d for d in _divisors(shape.num_kv_heads) if d == 1 or shape.num_kv_heads // d >= 2]  # two cores share them
+    wanted = max(round_up(int(facts.hbm_bytes_per_second * _STEP_SECONDS) // slot_bytes, 512), 512)
     for resident in stacks:
-        rows = next(r for r in stacks if r <= min(resident, 256) or r == stacks[-1])
-        rows = rows if resident % rows == 0 else resident
-        for kv_heads in heads if rows * 4 <= 256 else [1]:
-            context = min(longest, max(512, round_up(int(wanted) // kv_heads, 512)), max(_SCORE_TILE // rows, LANES))
-            context = context if context == longest else max(context // LANES * LANES, LANES)
-            sizes = TreeBlocks(context, kv_heads, resident, rows)
-            enough = context * kv_heads >= wanted or context == longest or kv_heads == 1
-            if enough and sizes.vmem_bytes(shape) <= VMEM_SHARE * facts.vmem_bytes:
+        rows = next(r for r in stacks if resident % r == 0 and (r <= _MOST_ROWS or r == stacks[-1]))
+        context = min(wanted, round_up(shape.capacity, LANES), max(_SCORE_TILE // rows // 512 * 512, 512))
+        while context >= LANES:
+            sizes = TreeBlocks(context, resident, rows)
+            if sizes.vmem_bytes(shape) <= VMEM_SHARE * facts.vmem_bytes:
                 return sizes
+            context = context // 2 // LANES * LANES
     raise ValueError(f"{shape} does not fit the {facts.vmem_bytes / 2**20:.0f} MiB of VMEM of {facts.name}")
 
 
 def choose_blocks(shape: TreeShape, argument: TreeBlocks | None, device_kind: str) -> TreeBlocks:
     """The sizes that run, checked. ValueError names the size that does not fit."""
     check_rows(shape.num_rows)
-    sizes = choose("tree_attention", TreeBlocks, argument, device_kind, shape.key, lambda facts: _heuristic(shape, facts))
+    sizes = choose(
+        "tree_attention", TreeBlocks, argument, device_kind, shape.key, lambda facts: _heuristic(shape, facts)
+    )
     sizes.check(shape, device_kind)
     return sizes

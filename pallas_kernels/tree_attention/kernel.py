@@ -1,6 +1,6 @@
 """The Pallas kernel of tree attention: one pass over the cache for all query rows of a kv head.
 
-Grid: (groups of kv heads, parts of the query rows, steps). Steps come from `list_steps`, so their number is data; each
+Grid: (kv heads, parts of the query rows, steps). Steps come from `list_steps`, so their number is data; each
 fetches one tile of keys and of values. A row's first step lets its rows see each other, which starts the online softmax;
 its last writes. Exponents are base 2, scores are scaled in float32.
 """
@@ -19,8 +19,11 @@ from pallas_kernels.tree_attention.blocks import TreeBlocks, TreeShape
 from pallas_kernels.tree_attention.steps import TILE_BITS, list_steps
 
 MASKED = -1e30
-FLOOR = -0.5e30  # where running maxima start: above MASKED, so that masked scores weigh exp2(-0.5e30) = 0 from the start
+FLOOR = (
+    -0.5e30
+)  # where running maxima start: above MASKED, so that masked scores weigh exp2(-0.5e30) = 0 from the start
 LN2 = math.log(2.0)
+CHUNK = 1024  # slots whose scores are in registers at once
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -33,10 +36,10 @@ def _kernel(
     visited_ref,  # [S] SMEM
     fetched_ref,  # [S] SMEM, for the index maps
     lengths_ref,  # [B] SMEM
-    q_ref,  # [1, kv_heads, resident, E]
-    k_ref,  # [1, kv_heads, E, context] or [1, kv_heads, context, E]
-    v_ref,  # [1, kv_heads, context, E]
-    *refs,  # tree_k, tree_v [1, kv_heads, N', E], words [1, N', 128]; out; lse; scratch
+    q_ref,  # [1, 1, resident, E]
+    k_ref,  # [1, 1, E, context] or [1, 1, context, E]
+    v_ref,  # [1, 1, context, E]
+    *refs,  # tree_k, tree_v [1, 1, N', E], words [1, N', 128]; out; lse; scratch
     blocks: TreeBlocks,
     scale: float,
     keys_transposed: bool,
@@ -45,73 +48,96 @@ def _kernel(
 ):
     refs = list(refs)
     tree_k_ref, tree_v_ref, words_ref = (refs.pop(0) for _ in range(3)) if has_tree else (None, None, None)
-    out_ref = refs.pop(0)  # [1, kv_heads, resident, E]
-    lse_ref = refs.pop(0) if has_lse else None  # [1, kv_heads, resident, 128]
-    top_ref, total_ref, sum_ref = refs  # [kv_heads, resident, 128] twice, [kv_heads, resident, E]; float32
+    out_ref = refs.pop(0)  # [1, 1, resident, E]
+    lse_ref = refs.pop(0) if has_lse else None  # [1, 1, resident, 128]
+    top_ref, total_ref, sum_ref = refs[:3]  # [resident, 128] twice, [resident, E]; float32
+    scores_ref, weights_ref = refs[3:]  # [rows, most slots at once] float32, and in the dtype of the values
     del fetched_ref
     packed = visited_ref[pl.program_id(2)]
     batch_row, tile = packed >> TILE_BITS, packed & ((1 << TILE_BITS) - 1)
     left = lengths_ref[batch_row] - tile * blocks.context  # slots from this tile on
     parts = blocks.resident // blocks.rows
 
-    def advance(head: int, rows, scores: Array, v: Array) -> None:
-        """One step of the online softmax of `rows` with scores [rows, slots] in base 2 and values [slots, E]."""
-        before = top_ref[head, rows]
-        top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+    def advance(rows, scores_of, width: int, chunk: int, v: Array) -> None:
+        """One step of the online softmax of `rows` over `width` slots whose values are v [slots, E].
+
+        Scores, in base 2, are made a chunk at a time by `scores_of(first slot)` and wait in VMEM for their maximum: a
+        whole tile of them does not fit the registers. Sums stay one per lane until the end.
+        """
+        before = top_ref[rows]
+        highest = jnp.full((blocks.rows, min(chunk, LANES)), FLOOR, jnp.float32)
+        for first in range(0, width, chunk):
+            scores = scores_of(first)
+            scores_ref[:, pl.ds(first, chunk)] = scores
+            for lanes in range(0, chunk, LANES):
+                highest = jnp.maximum(highest, scores[:, lanes : lanes + LANES])
+        top = jnp.maximum(before, highest.max(axis=1, keepdims=True))
         shrink = jnp.exp2(before - top)
-        weights = jnp.exp2(scores - top[:, :1])
-        top_ref[head, rows] = top
-        total_ref[head, rows] = total_ref[head, rows] * shrink + weights.sum(axis=1, keepdims=True)
-        sum_ref[head, rows] = sum_ref[head, rows] * shrink[:, :1] + _dot(weights.astype(v.dtype), v, (1, 0))
+        top_ref[rows] = top
+        sums = total_ref[rows] * shrink
+        for first in range(0, width, chunk):
+            weights = jnp.exp2(scores_ref[:, pl.ds(first, chunk)] - top[:, :1])
+            weights_ref[:, pl.ds(first, chunk)] = weights.astype(weights_ref.dtype)
+            for lanes in range(0, chunk, LANES):
+                part = weights[:, lanes : lanes + LANES]
+                sums += part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1])))
+        total_ref[rows] = sums
+        added = _dot(weights_ref[:, :width], v, (1, 0))
+        sum_ref[rows] = sum_ref[rows] * shrink[:, :1] + added
 
     def for_each_part(visit) -> None:
-        """Calls visit(head, rows, index of the first row) for every product's worth of rows."""
+        """Calls visit(rows, index of the first row) for every product's worth of rows."""
 
         def one(i, carry):
             first = i * blocks.rows if isinstance(i, int) else pl.multiple_of(i * blocks.rows, blocks.rows)
-            for head in range(blocks.kv_heads):
-                visit(head, pl.ds(first, blocks.rows), pl.program_id(1) * blocks.resident + first)
+            visit(pl.ds(first, blocks.rows), pl.program_id(1) * blocks.resident + first)
             return carry
 
         one(0, 0) if parts == 1 else jax.lax.fori_loop(0, parts, one, 0)
 
-    def tree_mask(first, column: int, width: int) -> Array:
+    def tree_mask(first_row, column: int, width: int) -> Array:
         height = words_ref.shape[1]
         if blocks.rows >= height:
             words = jnp.concatenate([words_ref[0]] * (blocks.rows // height), axis=0)
         else:
-            words = words_ref[0, pl.ds(pl.multiple_of(jax.lax.rem(first, height), blocks.rows), blocks.rows)]
-        if width < LANES:
-            return (words[:, :width] & 1) > 0
-        tiles = range(column // LANES, (column + width) // LANES)
-        return jnp.concatenate([(words >> t) & 1 for t in tiles], axis=1) > 0
+            words = words_ref[0, pl.ds(pl.multiple_of(jax.lax.rem(first_row, height), blocks.rows), blocks.rows)]
+        return ((words >> column // LANES) & 1)[:, :width] > 0
 
-    def over_tree(head: int, rows, first) -> None:
+    def over_tree(rows, first_row) -> None:
         columns = words_ref.shape[1]
-        width = next(w for w in (512, 256, LANES, columns) if columns % w == 0)
-        for column in range(0, columns, width):
-            some = pl.ds(column, width)
-            scores = _dot(q_ref[0, head, rows], tree_k_ref[0, head, some], (1, 1)) * (scale / LN2)
-            scores = jnp.where(tree_mask(first, column, width), scores, MASKED)
-            advance(head, rows, scores, tree_v_ref[0, head, some])
+        chunk = min(columns, LANES)
 
-    def over_context(partly: bool, head: int, rows, first) -> None:
-        del first
-        v = v_ref[0, head]
-        scores = _dot(q_ref[0, head, rows], k_ref[0, head], (1, 0 if keys_transposed else 1)) * (scale / LN2)
+        def scores_of(first: int) -> Array:
+            scores = _dot(q_ref[0, 0, rows], tree_k_ref[0, 0, pl.ds(first, chunk)], (1, 1)) * (scale / LN2)
+            return jnp.where(tree_mask(first_row, first, chunk), scores, MASKED)
+
+        advance(rows, scores_of, columns, chunk, tree_v_ref[0, 0])
+
+    def over_context(partly: bool, rows, first_row) -> None:
+        del first_row
+        chunk = next(c for c in (CHUNK, 512, 256, LANES) if blocks.context % c == 0)
+
+        def scores_of(first: int) -> Array:
+            some = pl.ds(first, chunk)
+            k = k_ref[0, 0, :, some] if keys_transposed else k_ref[0, 0, some]
+            scores = _dot(q_ref[0, 0, rows], k, (1, 0 if keys_transposed else 1)) * (scale / LN2)
+            if not partly:
+                return scores
+            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) < left - first, scores, MASKED)
+
+        v = v_ref[0, 0]
         if partly:  # unused slots may hold anything, and 0 x NaN is NaN
-            scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) < left, scores, MASKED)
             v = jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 0) < left, v, jnp.zeros_like(v))
-        advance(head, rows, scores, v)
+        advance(rows, scores_of, blocks.context, chunk, v)
 
-    def finish(head: int, rows, first) -> None:
+    def finish(rows, first) -> None:
         del first
-        total = total_ref[head, rows]
+        total = jnp.broadcast_to(total_ref[rows].sum(axis=1, keepdims=True), (blocks.rows, LANES))
         seen = total > 0
         total = jnp.where(seen, total, 1.0)
-        out_ref[0, head, rows] = (sum_ref[head, rows] / total[:, :1]).astype(out_ref.dtype)
+        out_ref[0, 0, rows] = (sum_ref[rows] / total[:, :1]).astype(out_ref.dtype)
         if has_lse:
-            lse_ref[0, head, rows] = jnp.where(seen, top_ref[head, rows] * LN2 + jnp.log(total), -jnp.inf)
+            lse_ref[0, 0, rows] = jnp.where(seen, top_ref[rows] * LN2 + jnp.log(total), -jnp.inf)
 
     @pl.when(tile == 0)
     def _():
@@ -146,7 +172,7 @@ def tree_attention_kernel(
     C = context_v.shape[2]
     lengths = jnp.clip(lengths.astype(jnp.int32), 0, C)
     steps = list_steps(lengths, C, blocks.context)
-    heads, resident, slots = blocks.kv_heads, blocks.resident, blocks.context
+    resident, slots = blocks.resident, blocks.context
     transposed = key_layout == "BGEC"
 
     def of_row(g, part, step, visited, fetched, lengths):
@@ -166,20 +192,20 @@ def tree_attention_kernel(
         return (row, g, 0, tile) if transposed else (row, g, tile, 0)
 
     in_specs = [
-        pl.BlockSpec((1, heads, resident, E), of_row),
-        pl.BlockSpec((1, heads, E, slots) if transposed else (1, heads, slots, E), of_keys),
-        pl.BlockSpec((1, heads, slots, E), of_slots),
+        pl.BlockSpec((1, 1, resident, E), of_row),
+        pl.BlockSpec((1, 1, E, slots) if transposed else (1, 1, slots, E), of_keys),
+        pl.BlockSpec((1, 1, slots, E), of_slots),
     ]
     if tree is not None:
         height = tree[0].shape[2]
-        in_specs += [pl.BlockSpec((1, heads, height, E), of_tree)] * 2
+        in_specs += [pl.BlockSpec((1, 1, height, E), of_tree)] * 2
         in_specs.append(pl.BlockSpec((1, height, LANES), of_words))
-    out_specs = [pl.BlockSpec((1, heads, resident, E), of_row)]
+    out_specs = [pl.BlockSpec((1, 1, resident, E), of_row)]
     out_shapes = [jax.ShapeDtypeStruct(rows.shape, rows.dtype)]
     if with_lse:
-        out_specs.append(pl.BlockSpec((1, heads, resident, LANES), of_row))
+        out_specs.append(pl.BlockSpec((1, 1, resident, LANES), of_row))
         out_shapes.append(jax.ShapeDtypeStruct((B, G, R, LANES), jnp.float32))
-    state = pltpu.VMEM((heads, resident, LANES), jnp.float32)
+    state = pltpu.VMEM((resident, LANES), jnp.float32)
     body = functools.partial(
         _kernel,
         blocks=blocks,
@@ -194,10 +220,16 @@ def tree_attention_kernel(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(G // heads, R // resident, steps.count),
+            grid=(G, R // resident, steps.count),
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=[state, state, pltpu.VMEM((heads, resident, E), jnp.float32)],
+            scratch_shapes=[
+                state,
+                state,
+                pltpu.VMEM((resident, E), jnp.float32),
+                pltpu.VMEM((blocks.rows, max(slots, tree_slots)), jnp.float32),
+                pltpu.VMEM((blocks.rows, max(slots, tree_slots)), context_v.dtype),
+            ],
         ),
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(
