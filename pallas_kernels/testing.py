@@ -8,6 +8,7 @@ reads where to write its schedules only once, when it is loaded.
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
@@ -38,12 +39,20 @@ COMPILER_ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A kernel's VLIW code: one bundle issues a cycle, branches count once, however often they run."""
+    """A stretch of VLIW code: one bundle issues a cycle, branches count once, however often they run."""
 
-    kernel: str
+    kernel: str  # or kernel@first-last bundle, of a segment
     capacity: dict[str, int]  # unit -> instructions a bundle can hold
     used: dict[str, int]  # unit -> instructions in all bundles
     bundles: int
+    segments: tuple["Schedule", ...] = ()  # of a kernel: the code between one branch target and the next
+
+    @property
+    def hot(self) -> "Schedule":
+        """The segment with the matrix products of the inner loop: as many MXU cycles as any, and the fewest bundles."""
+        most = max(segment.used["MXU"] for segment in self.segments)
+        busy = [segment for segment in self.segments if segment.used["MXU"] >= 0.9 * most]
+        return min(busy, key=lambda segment: segment.bundles)
 
     @property
     def spills(self) -> int:
@@ -56,11 +65,6 @@ class Schedule:
     def utilisation(self, unit: str) -> float:
         """Share of the unit's issue slots that are used, 0..1."""
         return self.used[unit] / (self.capacity[unit] * self.bundles)
-
-    def __sub__(self, other: "Schedule") -> "Schedule":
-        """What the larger kernel has beyond the smaller one, e.g. one more copy of the hot tile."""
-        used = {unit: self.used[unit] - other.used[unit] for unit in UNITS}
-        return Schedule(f"{self.kernel} - {other.kernel}", self.capacity, used, self.bundles - other.bundles)
 
 
 def devices(chip_name: str) -> list[jax.Device]:
@@ -96,17 +100,38 @@ def compile_for(chip_name: str, function: Callable[..., Any], *arguments: Any, *
         return jax.jit(function, **jit_options).lower(*structs).compile()
 
 
+def _schedule(kernel: str, capacity: list[int], rows: list[list[int]], segments: tuple[Schedule, ...] = ()) -> Schedule:
+    used = [sum(column) for column in zip(*rows, strict=True)] or [0] * len(UNITS)
+    return Schedule(
+        kernel, dict(zip(UNITS, capacity, strict=True)), dict(zip(UNITS, used, strict=True)), len(rows), segments
+    )
+
+
+def _branch_targets(listing: Path) -> list[int]:
+    """Bundles of a `*-final_bundles.txt` that begin a loop body, a predicated region or what follows one."""
+    marked = re.compile(r"\s*(0x[0-9a-f]+|\d+)\s+(?:LH|LB|LE|PB|PF|CT)\s*:")
+    return [int(match[1], 0) for line in listing.open(errors="replace") if (match := marked.match(line))]
+
+
 def read_schedule(path: Path) -> Schedule:
-    """Parses a `*-final_hlo-static-per-bundle-utilization.txt`."""
-    match = re.match(r"\d+-(.*)-\d+-final_hlo-static-per-bundle-utilization", path.name)
+    """Parses a `*-final_hlo-static-per-bundle-utilization.txt`, cut into segments if the bundles lie beside it."""
+    match = re.match(r"(\d+-(.*))-\d+-final_hlo-static-per-bundle-utilization", path.name)
     rows = [line.split() for line in path.read_text().splitlines() if re.fullmatch(r"[\s\d]+", line) and line.strip()]
     if match is None or not rows or len(rows[0]) != len(UNITS):
         raise ValueError(f"{path.name} is not a bundle utilisation table of {len(UNITS)} units; did libtpu change it?")
     capacity, *bundles = [[int(cell) for cell in row] for row in rows]
-    used = [sum(column) for column in zip(*bundles, strict=True)]
-    return Schedule(
-        match[1], dict(zip(UNITS, capacity, strict=True)), dict(zip(UNITS, used, strict=True)), len(bundles)
+    listings = [
+        other
+        for other in path.parent.iterdir()
+        if other.name.startswith(match[1]) and re.fullmatch(r"-\d+-final_bundles\.txt", other.name[len(match[1]) :])
+    ]
+    edges = [0, *(_branch_targets(listings[0]) if listings else []), len(bundles)]
+    segments = tuple(
+        _schedule(f"{match[2]}@{first}-{last}", capacity, bundles[first:last])
+        for first, last in itertools.pairwise(edges)
+        if last > first
     )
+    return _schedule(match[2], capacity, bundles, segments)
 
 
 def read_schedules(directory: Path, kernel: str) -> list[Schedule]:

@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_attention import blocks, vjp, xla
 from pallas_kernels.block_attention.blocks import BlockSizes
 from pallas_kernels.block_attention.reference import reference
-from pallas_kernels.block_attention.visibility import visibility
+from pallas_kernels.block_attention.visibility import visible_intervals
 
 
 def block_attention(
@@ -110,7 +110,7 @@ def _attention(q, context_k, context_v, block_k, block_v, anchors, rules, scale,
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, the row's own position")
     name, kind = dispatch.resolve(implementation, device_kind, interpret=bool(interpret))
-    sees = visibility(
+    sees = visible_intervals(
         anchors, R, K, S, valid=valid, context_documents=context_documents, block_documents=block_documents,
         slots=slots, causal=causal, window=window,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def _document_start(anchors: jax.Array, context_documents: jax.Array, block_docu
     return jnp.where(same, jnp.take_along_axis(run_start, before, axis=1), anchors)
 
 
-def visibility(
+def visible_intervals(
     anchors: jax.Array,
     rows: int,
     block_size: int,

@@ -77,16 +77,17 @@ def test_bad_block_sizes_say_field_and_value() -> None:
         block_sizes.check_vmem("toy", 14 * 2**20, "TPU v4")
 
 
-def test_schedule_table_is_read_and_subtracted(tmp_path: Path) -> None:
+def test_schedule_table_is_read_and_cut_at_branch_targets(tmp_path: Path) -> None:
     head = "== CAPACTIY:\nMXU, XLU\n 4 3 4 2 1 3 3 1 1 2\n== UTILIZATION:\n"
     path = tmp_path / "17-hot.1-70-final_hlo-static-per-bundle-utilization.txt"
-    path.write_text(head + "4 0 1 0 0 0 2 0 1 0\n" * 3)
-    (long,) = testing.read_schedules(tmp_path, "hot")
-    assert (long.kernel, long.bundles, long.spills, long.fills) == ("hot.1", 3, 3, 6)
-    assert long.utilisation("MXU") == 1.0
-    path.write_text(head + "4 0 1 0 0 0 2 0 1 0\n")
-    (short,) = testing.read_schedules(tmp_path, "hot")
-    assert (long - short).bundles == 2
+    path.write_text(head + "0 0 1 0 0 0 0 0 0 0\n" + "4 0 1 0 0 0 2 0 1 0\n" * 2 + "4 0 1 0 0 0 0 0 0 0\n" * 3)
+    lines = ["0 : > { nop }", "0x1 LB: >> { x }", "0x2 : >> { x }", "0x3 PF: > { y }", "0x4 : { y }", "0x5 : { y }"]
+    (tmp_path / "17-hot.1-72-final_bundles.txt").write_text("".join(f"   {line}\n" for line in lines))
+    (whole,) = testing.read_schedules(tmp_path, "hot")
+    assert (whole.kernel, whole.bundles, whole.spills, whole.fills) == ("hot.1", 6, 2, 4)
+    assert whole.utilisation("MXU") == 5 / 6
+    assert [(part.bundles, part.spills) for part in whole.segments] == [(1, 0), (2, 2), (3, 0)]
+    assert whole.hot.kernel == "hot.1@3-6"
     path.write_text("== UTILIZATION:\n1 2 3\n")
     with pytest.raises(ValueError, match="did libtpu change it"):
         testing.read_schedules(tmp_path, "hot")
