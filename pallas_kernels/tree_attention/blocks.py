@@ -8,8 +8,7 @@ from pallas_kernels.tree_attention.trees import check_rows
 
 SUBLANES = 16  # of packed bfloat16
 _STEP_SECONDS = 1.5e-6  # of HBM time a grid step should fetch: several times what a step itself costs
-_SCORE_TILE = 512 * 1024  # elements of float32 scores that wait for their maximum at once
-_MOST_ROWS = 256  # of one product: more only lengthens the code
+_SLOTS, _ROWS = 512, 128  # of one product: its running maxima and sums then fit the registers
 _TEMPORARY_BYTES = 1 << 20
 
 
@@ -48,14 +47,17 @@ class TreeBlocks:
       resident: query rows of a kv head held in VMEM while the context streams by. The whole stack, unless VMEM is too
         small: the context is read once for each part. Whole heads, or a divisor of the padded rows of one.
       rows: query rows a product multiplies at a time; divides `resident`.
+      slots: cache slots a product multiplies at a time; a multiple of 128 that divides `context`.
     """
 
     context: int
     resident: int
     rows: int
+    slots: int
 
     def __post_init__(self) -> None:
-        check_multiple("context", self.context, LANES)
+        check_multiple("slots", self.slots, LANES)
+        check_multiple("context", self.context, self.slots)
         check_multiple("rows", self.rows, SUBLANES)
         check_multiple("resident", self.resident, self.rows)
 
@@ -65,7 +67,7 @@ class TreeBlocks:
         per_row = 4 * lanes * shape.itemsize + 2 * LANES * 4 + (lanes + 2 * LANES) * 4  # q, out; lse; scratch
         slots = 4 * (self.context + shape.padded_rows) * lanes * shape.itemsize
         words = 2 * shape.padded_rows * LANES * 4
-        scores = self.rows * max(self.context, shape.padded_rows) * (4 + shape.itemsize)
+        scores = self.rows * max(self.slots, shape.padded_rows) * (4 + shape.itemsize)
         return self.resident * per_row + slots + words + scores + _TEMPORARY_BYTES
 
     def check(self, shape: TreeShape, device_kind: str) -> None:
@@ -88,16 +90,15 @@ def _stacks(shape: TreeShape) -> list[int]:
 def _heuristic(shape: TreeShape, facts: Chip) -> TreeBlocks:
     """As many rows as fit, so that the context is read once; then fetches long enough to hide what a step costs."""
     stacks = _stacks(shape)
-    slot_bytes = 2 * shape.head_dim * shape.itemsize
-    wanted = max(round_up(int(facts.hbm_bytes_per_second * _STEP_SECONDS) // slot_bytes, 512), 512)
+    slots = min(_SLOTS, round_up(shape.capacity, LANES))
+    wanted = facts.hbm_bytes_per_second * _STEP_SECONDS / (2 * shape.head_dim * shape.itemsize)
+    tiles = min(round(wanted / slots), -(-shape.capacity // slots))
     for resident in stacks:
-        rows = next(r for r in stacks if resident % r == 0 and (r <= _MOST_ROWS or r == stacks[-1]))
-        context = min(wanted, round_up(shape.capacity, LANES), max(_SCORE_TILE // rows // 512 * 512, 512))
-        while context >= LANES:
-            sizes = TreeBlocks(context, resident, rows)
+        rows = next(r for r in stacks if resident % r == 0 and (r <= _ROWS or r == stacks[-1]))
+        for count in range(max(tiles, 1), 0, -1):
+            sizes = TreeBlocks(count * slots, resident, rows, slots)
             if sizes.vmem_bytes(shape) <= VMEM_SHARE * facts.vmem_bytes:
                 return sizes
-            context = context // 2 // LANES * LANES
     raise ValueError(f"{shape} does not fit the {facts.vmem_bytes / 2**20:.0f} MiB of VMEM of {facts.name}")
 
 

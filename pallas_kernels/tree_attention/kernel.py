@@ -23,7 +23,7 @@ FLOOR = (
     -0.5e30
 )  # where running maxima start: above MASKED, so that masked scores weigh exp2(-0.5e30) = 0 from the start
 LN2 = math.log(2.0)
-CHUNK = 1024  # slots whose scores are in registers at once
+CHUNK = 256  # slots whose scores are in registers at once
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -101,7 +101,7 @@ def _kernel(
             words = jnp.concatenate([words_ref[0]] * (blocks.rows // height), axis=0)
         else:
             words = words_ref[0, pl.ds(pl.multiple_of(jax.lax.rem(first_row, height), blocks.rows), blocks.rows)]
-        return ((words >> column // LANES) & 1)[:, :width] > 0
+        return ((words >> (column // LANES)) & 1)[:, :width] > 0
 
     def over_tree(rows, first_row) -> None:
         columns = words_ref.shape[1]
@@ -113,22 +113,35 @@ def _kernel(
 
         advance(rows, scores_of, columns, chunk, tree_v_ref[0, 0])
 
-    def over_context(partly: bool, rows, first_row) -> None:
-        del first_row
-        chunk = next(c for c in (CHUNK, 512, 256, LANES) if blocks.context % c == 0)
+    def over_slots(rows, first_slot, limit: Array | None) -> None:
+        """Slots first_slot .. + blocks.slots of the tile; those from `limit` on are unused and may hold anything."""
+        chunk = next(c for c in (CHUNK, LANES) if blocks.slots % c == 0)
+        v = v_ref[0, 0, pl.ds(first_slot, blocks.slots)]
 
         def scores_of(first: int) -> Array:
-            some = pl.ds(first, chunk)
+            some = pl.ds(first_slot + first, chunk)
             k = k_ref[0, 0, :, some] if keys_transposed else k_ref[0, 0, some]
             scores = _dot(q_ref[0, 0, rows], k, (1, 0 if keys_transposed else 1)) * (scale / LN2)
-            if not partly:
+            if limit is None:
                 return scores
-            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) < left - first, scores, MASKED)
+            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) < limit - first, scores, MASKED)
 
-        v = v_ref[0, 0]
-        if partly:  # unused slots may hold anything, and 0 x NaN is NaN
-            v = jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 0) < left, v, jnp.zeros_like(v))
-        advance(rows, scores_of, blocks.context, chunk, v)
+        if limit is not None:  # 0 x NaN is NaN
+            v = jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 0) < limit, v, jnp.zeros_like(v))
+        advance(rows, scores_of, blocks.slots, chunk, v)
+
+    def over_context(rows, first_row) -> None:
+        del first_row
+        here = jnp.minimum(left, blocks.context)
+        full = here // blocks.slots
+
+        def one(i, carry):
+            over_slots(rows, pl.multiple_of(i * blocks.slots, blocks.slots), None)
+            return carry
+
+        jax.lax.fori_loop(0, full, one, 0)
+        start = pl.multiple_of(full * blocks.slots, blocks.slots)
+        pl.when(here > start)(lambda: over_slots(rows, start, here - start))
 
     def finish(rows, first) -> None:
         del first
@@ -147,8 +160,7 @@ def _kernel(
         if has_tree:
             for_each_part(over_tree)
 
-    pl.when(left >= blocks.context)(lambda: for_each_part(functools.partial(over_context, False)))
-    pl.when((left > 0) & (left < blocks.context))(lambda: for_each_part(functools.partial(over_context, True)))
+    pl.when(left > 0)(lambda: for_each_part(over_context))
     pl.when(left <= blocks.context)(lambda: for_each_part(finish))
 
 
@@ -227,8 +239,8 @@ def tree_attention_kernel(
                 state,
                 state,
                 pltpu.VMEM((resident, E), jnp.float32),
-                pltpu.VMEM((blocks.rows, max(slots, tree_slots)), jnp.float32),
-                pltpu.VMEM((blocks.rows, max(slots, tree_slots)), context_v.dtype),
+                pltpu.VMEM((blocks.rows, max(blocks.slots, tree_slots)), jnp.float32),
+                pltpu.VMEM((blocks.rows, max(blocks.slots, tree_slots)), context_v.dtype),
             ],
         ),
         out_shape=out_shapes,
