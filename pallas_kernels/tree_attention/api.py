@@ -10,7 +10,7 @@ from pallas_kernels.tree_attention.blocks import TreeBlocks, TreeShape, choose_b
 from pallas_kernels.tree_attention.kernel import tree_attention_kernel
 from pallas_kernels.tree_attention.reference import tree_attention_reference
 from pallas_kernels.tree_attention.trees import LANES, check_rows
-from pallas_kernels.tree_attention.xla import CHUNK, tree_attention_xla
+from pallas_kernels.tree_attention.xla import tree_attention_xla
 
 KEY_LAYOUTS = ("BGEC", "BGCE")
 
@@ -68,7 +68,7 @@ def tree_attention(
     implementation: str = "auto",
     device_kind: str | None = None,
     block_sizes: TreeBlocks | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     interpret: Any = False,
 ) -> Array | tuple[Array, Array]:
     """Attention of 1..1024 new rows of each sequence over its cached context and over each other.
@@ -81,7 +81,8 @@ def tree_attention(
 
     Args:
       scale: of the scores; E**-0.5 by default.
-      chunk: slots that the XLA implementation scores at a time.
+      chunk: slots that the XLA implementation scores at a time; by default as many as 256 MB of scores allow, at most
+        2048.
       interpret: `pltpu.InterpretParams()` simulates the Pallas kernel on any device.
 
     Returns:
@@ -90,6 +91,8 @@ def tree_attention(
     Raises:
       ValueError: shapes, dtypes, block sizes or an implementation that do not fit; the message says which.
     """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{chunk=} must be at least 1")
     shape = _shape(q, context_k, context_v, lengths, (tree_k, tree_v, words), key_layout)
     which, kind = resolve(implementation, device_kind, interpret=bool(interpret))
     arguments = (q, context_k, context_v, lengths, tree_k, tree_v, words)

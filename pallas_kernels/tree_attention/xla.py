@@ -1,6 +1,7 @@
 """Tree attention in plain XLA: what runs on CPUs and GPUs. Long contexts stream through in chunks of slots.
 
-No score array is larger than [B, H N, chunk]; a cache no longer than a chunk is read in one piece, without a loop.
+No score array is larger than [B, H N, chunk], 256 MB by default; a cache no longer than a chunk is read in one piece,
+without a loop.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,8 @@ from jax import Array
 
 from pallas_kernels.tree_attention.trees import unpack_words
 
-CHUNK = 2048
+_LONGEST_CHUNK, _SHORTEST_CHUNK = 2048, 128
+_SCORE_BYTES = 256 * 2**20
 MASKED = -1e30
 FLOOR = -0.5e30  # where running maxima start: above MASKED, so that masked scores weigh exp(-0.5e30) = 0 from the start
 
@@ -57,12 +59,14 @@ def tree_attention_xla(
     *,
     key_layout: str = "BGEC",
     scale: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Array, Array]:
     """(out, lse) as the reference defines them. The number of chunks read follows the longest row, not the capacity."""
     B, N, H, E = q.shape
     G, C = context_v.shape[1:3]
     scale = E**-0.5 if scale is None else scale
+    if chunk is None:
+        chunk = max(min(_SCORE_BYTES // (4 * B * H * N), _LONGEST_CHUNK), _SHORTEST_CHUNK)
     slots_axis = 3 if key_layout == "BGEC" else 2
     equation = "bgre,bgec->bgrc" if key_layout == "BGEC" else "bgre,bgce->bgrc"
     rows = q.reshape(B, N, G, H // G, E).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * N, E)
