@@ -109,8 +109,9 @@ def _schedule(kernel: str, capacity: list[int], rows: list[list[int]], segments:
 
 def _branch_targets(listing: Path) -> list[int]:
     """Bundles of a `*-final_bundles.txt` that begin a loop body, a predicated region or what follows one."""
+    lines = listing.read_text(errors="replace").splitlines()
     marked = re.compile(r"\s*(0x[0-9a-f]+|\d+)\s+(?:LH|LB|LE|PB|PF|CT)\s*:")
-    return [int(match[1], 0) for line in listing.open(errors="replace") if (match := marked.match(line))]
+    return [int(match[1], 0) for line in lines if (match := marked.match(line))]
 
 
 def read_schedule(path: Path) -> Schedule:

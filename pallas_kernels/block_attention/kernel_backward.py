@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_attention.blocks import Tiling
 from pallas_kernels.block_attention.copies import each_copy
-from pallas_kernels.block_attention.kernel_forward import LOG2_E, dot
+from pallas_kernels.block_attention.kernel_forward import LOG2_E, NEVER, column, dot, wide
 from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # contracts the head size
@@ -122,6 +122,15 @@ def _kernel(
 
     move("wait", i, inward=True)
     pl.when(i + 1 < t.query_tiles)(lambda: move("start", i + 1, inward=True))
+    row = (b * t.query_tiles + i) * TILE_FIELDS
+
+    @pl.when(tiles_ref[row + 4] == 1)
+    def _() -> None:
+        """Rows that see nothing are factors of the keys' gradients too: 0 times their content must be 0."""
+        counts = wide(column(lse_ref[...]), q_s.shape[2]) < NEVER
+        for buffer in (q_s, do_s):
+            buffer[slot] = jnp.where(counts, buffer[slot], jnp.zeros(buffer.shape[1:], buffer.dtype))
+
     dq_acc[...] = jnp.zeros(dq_acc.shape)
     state = _Tile(t, scale, q_s.at[slot], do_s.at[slot], lse_ref, delta_ref, dq_acc)
     if has_own:
@@ -131,8 +140,7 @@ def _kernel(
 
     tiles_per_chunk = t.chunk // t.keys
     here = chunk_index * tiles_per_chunk
-    row = (b * t.query_tiles + i) * TILE_FIELDS
-    bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(TILE_FIELDS))
+    bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(4))
     first, interior_first, interior_last, last = bounds
 
     def add(tile: jax.Array, *, masked: bool, clean: bool = False) -> None:

@@ -21,6 +21,7 @@ from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
 
 LOG2_E = math.log2(math.e)
 MASKED = -1e30
+NEVER = 1e30  # a logsumexp so large that every probability is 0
 REACH = (
     64.0  # exponents of 2 on either side of a row's fixed number: float32 and bfloat16 hold them, sums and products too
 )
@@ -35,7 +36,7 @@ def dot(a: jax.Array, b: jax.Array, dimensions: tuple) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _wide(column: jax.Array, lanes: int) -> jax.Array:
+def wide(column: jax.Array, lanes: int) -> jax.Array:
     """[rows, LANES] of equal lanes -> [rows, lanes], without work: the same registers again."""
     if lanes <= LANES:
         return column[:, :lanes]
@@ -47,7 +48,7 @@ def _lane_sums(p: jax.Array) -> jax.Array:
     return sum(p[:, i : i + LANES] for i in range(0, p.shape[1], LANES))
 
 
-def _column(lane_vector: jax.Array) -> jax.Array:
+def column(lane_vector: jax.Array) -> jax.Array:
     """[1, n] -> [n, LANES]."""
     return jnp.broadcast_to(lane_vector, (LANES, lane_vector.shape[1])).T
 
@@ -68,7 +69,7 @@ class _Tile:
             scores = dot(self.q[rows, :], k, _ROWS_BY_KEYS) * self.scale2
             if base is not None:
                 scores = jnp.where(self._visible(rows, keys, base), scores, MASKED)
-            p = jnp.exp2(scores - _wide(self.reference[rows, :], keys))
+            p = jnp.exp2(scores - wide(self.reference[rows, :], keys))
             self.total[rows, :] += _lane_sums(p)
             self.acc[rows, :] += dot(p.astype(v.dtype), v, _PLAIN)
 
@@ -76,7 +77,7 @@ class _Tile:
         """Any scores, any masks, any content of keys that nobody sees: slower, and rarely needed."""
         keys, E = v.shape
         seen = self._visible(pl.ds(0, self.t.rows), keys, base).astype(jnp.int32).max(axis=0, keepdims=True)
-        v = jnp.where(_wide(_column(seen), E) > 0, v, jnp.zeros_like(v))
+        v = jnp.where(wide(column(seen), E) > 0, v, jnp.zeros_like(v))
 
         def some_rows(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
@@ -84,17 +85,17 @@ class _Tile:
             scores = jnp.where(visible, dot(self.q[rows, :], k, _ROWS_BY_KEYS) * self.scale2, MASKED)
             old = self.reference[rows, :]
             new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
-            p = jnp.where(visible, jnp.exp2(scores - _wide(new, keys)), 0.0)
+            p = jnp.where(visible, jnp.exp2(scores - wide(new, keys)), 0.0)
             shrink = jnp.exp2(old - new)
             self.reference[rows, :] = new
             self.total[rows, :] = shrink * self.total[rows, :] + _lane_sums(p)
-            self.acc[rows, :] = _wide(shrink, E) * self.acc[rows, :] + dot(p.astype(v.dtype), v, _PLAIN)
+            self.acc[rows, :] = wide(shrink, E) * self.acc[rows, :] + dot(p.astype(v.dtype), v, _PLAIN)
 
         jax.lax.fori_loop(0, self.t.rows // LANES, some_rows, None)
 
     def _visible(self, rows: pl.Slice, keys: int, base: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.int32, (rows.size, keys), 1) + base
-        return (index >= _wide(self.start[rows, :], keys)) & (index < _wide(self.stop[rows, :], keys))
+        return (index >= wide(self.start[rows, :], keys)) & (index < wide(self.stop[rows, :], keys))
 
     def begin(self, row_data: jax.Array, key_bound: jax.Array, own: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         """Own block, fixed numbers, empty sums. Returns whether every row's scores stay in reach of them (bool scalar)."""
@@ -105,7 +106,7 @@ class _Tile:
         )  # 1 %: products of rounded numbers may exceed the bound a little
         least = own_top = jnp.full_like(most, MASKED)
         if own is not None:
-            self.start[...], self.stop[...] = _column(row_data[2:3]), _column(row_data[3:4])
+            self.start[...], self.stop[...] = column(row_data[2:3]), column(row_data[3:4])
             visible = self._visible(pl.ds(0, self.t.rows), self.t.own_keys, jnp.int32(0))
             scores = jnp.where(visible, dot(q, own[0], _ROWS_BY_KEYS) * self.scale2, MASKED)
             own_top = scores.max(axis=1, keepdims=True)
@@ -117,11 +118,11 @@ class _Tile:
             self.total[...], self.acc[...] = jnp.zeros(self.total.shape), jnp.zeros(self.acc.shape)
         else:
             seen = visible.astype(jnp.int32).max(axis=0, keepdims=True)
-            v = jnp.where(_wide(_column(seen), own[1].shape[1]) > 0, own[1], jnp.zeros_like(own[1]))
+            v = jnp.where(wide(column(seen), own[1].shape[1]) > 0, own[1], jnp.zeros_like(own[1]))
             p = jnp.where(visible, jnp.exp2(scores - fixed), 0.0)
             self.total[...] = _lane_sums(p)
             self.acc[...] = dot(p.astype(v.dtype), v, _PLAIN)
-        self.start[...], self.stop[...] = _column(row_data[0:1]), _column(row_data[1:2])
+        self.start[...], self.stop[...] = column(row_data[0:1]), column(row_data[1:2])
         return jnp.min(in_reach.astype(jnp.int32)) > 0
 
     def finish(self) -> tuple[jax.Array, jax.Array]:
@@ -191,8 +192,7 @@ def _kernel(
     tiles_per_chunk = t.chunk // t.keys
     here = c * tiles_per_chunk
     first, interior_first, interior_last, last = (
-        jnp.clip(tiles_ref[row_tile * TILE_FIELDS + field], here, here + tiles_per_chunk)
-        for field in range(TILE_FIELDS)
+        jnp.clip(tiles_ref[row_tile * TILE_FIELDS + field], here, here + tiles_per_chunk) for field in range(4)
     )
 
     def key_tile(tile: jax.Array) -> tuple[jax.Array, jax.Array]:

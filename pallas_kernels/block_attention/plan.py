@@ -9,13 +9,14 @@ from pallas_kernels.block_attention.blocks import Tiling
 from pallas_kernels.block_attention.visibility import Visibility
 
 ROW_FIELDS = 4  # start, stop, own_start, own_stop: rows of `Plan.rows`
-TILE_FIELDS = 4  # first, interior_first, interior_last, last: of `Plan.tiles`
+TILE_FIELDS = 5  # first, interior_first, interior_last, last, blind: of `Plan.tiles`
 
 
 class Plan(NamedTuple):
     """Index arrays of one call. The last query tile is filled up with copies of the last block, which are not written.
 
-    Key tiles first..last are visited; interior_first..interior_last, seen whole by every row, need no mask.
+    Key tiles first..last are visited; interior_first..interior_last, seen whole by every row, need no mask. A query tile is
+    blind when a row of it sees nothing at all: that row may hold anything.
     """
 
     order: jax.Array  # int32 [B * query_tiles * blocks]: block at each sorted place
@@ -48,7 +49,8 @@ def make_plan(sees: Visibility, group_heads: int, context_length: int, t: Tiling
     first = jnp.minimum(first, last)
     interior_first = jnp.clip(-(-start.max(-1) // t.keys), first, last)
     interior_last = jnp.clip(stop.min(-1) // t.keys, interior_first, last)
-    tiles = jnp.stack([first, interior_first, interior_last, last], axis=-1)
+    blind = (empty & (own_start >= own_stop)).any(-1)
+    tiles = jnp.stack([first, interior_first, interior_last, last, blind], axis=-1)
     offset = jnp.repeat(jnp.arange(t.blocks) * t.block_keys, t.block_rows)
     rows = jnp.stack([start, stop, own_start + offset, own_stop + offset], axis=2)
     used = jnp.pad(sees.used(context_length), ((0, 0), (0, t.key_tiles * t.keys - context_length)))

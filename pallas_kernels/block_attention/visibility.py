@@ -29,6 +29,11 @@ class Visibility(NamedTuple):
         """bool [B, A, R, K]: True = may attend."""
         return _inside(self.own_start, self.own_stop, block_size)
 
+    def sighted(self, block_size: int) -> jax.Array:
+        """bool [B, A, R]: rows that see anything, given a block of `block_size` own slots (0: context only)."""
+        own = jnp.minimum(self.own_stop, block_size) > self.own_start
+        return (self.stop > self.start) | own
+
     def used(self, context_length: int) -> jax.Array:
         """bool [B, S]: positions that some row sees. The others may hold anything, NaN included."""
         B = self.start.shape[0]

@@ -14,8 +14,6 @@ from pallas_kernels.block_attention.blocks import Tiling
 from pallas_kernels.block_attention.plan import Plan, make_plan
 from pallas_kernels.block_attention.visibility import Visibility
 
-NEVER = 1e30  # a logsumexp so large that every probability is 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -115,7 +113,9 @@ def _backward(settings: Settings, residuals, cotangents):
     plan = make_plan(sees, H // G, S, t)
     seen = lse > -math.inf
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - jnp.where(seen, dlse, 0.0)
-    lse2 = _sort_rows(jnp.where(seen, lse * kernel_forward.LOG2_E, NEVER), plan, G, t, NEVER)
+    lse2 = _sort_rows(
+        jnp.where(seen, lse * kernel_forward.LOG2_E, kernel_forward.NEVER), plan, G, t, kernel_forward.NEVER
+    )
     delta = _sort_rows(delta, plan, G, t, 0.0)
     q_rows, do_rows = (_to_kernel(x, G, t.block_rows) for x in (q, dout.astype(q.dtype)))
     own = [None if x is None else _to_kernel(x, G, t.block_keys) for x in (block_k, block_v)]

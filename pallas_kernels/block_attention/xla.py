@@ -70,6 +70,7 @@ def attention(
     S = context_k.shape[2]
     used = sees.used(S)[:, None, :, None]
     context_k, context_v = jnp.where(used, context_k, 0), jnp.where(used, context_v, 0)
+    q = jnp.where(sees.sighted(0 if block_k is None else block_k.shape[2])[..., None, None], q, 0)
     block = None
     if block_k is not None and block_v is not None:
         seen = sees.own_mask(block_k.shape[2]).any(axis=2)[..., None, None]
