@@ -92,10 +92,12 @@ def _heuristic(shape: TreeShape, facts: Chip) -> TreeBlocks:
     stacks = _stacks(shape)
     slots = min(_SLOTS, round_up(shape.capacity, LANES))
     wanted = facts.hbm_bytes_per_second * _STEP_SECONDS / (2 * shape.head_dim * shape.itemsize)
-    tiles = min(round(wanted / slots), -(-shape.capacity // slots))
+    all_tiles = -(-shape.capacity // slots)
+    steps = -(-all_tiles // max(round(wanted / slots), 1))
+    tiles = -(-all_tiles // steps)  # steps of equal length: the last reads little that is not there
     for resident in stacks:
         rows = next(r for r in stacks if resident % r == 0 and (r <= _ROWS or r == stacks[-1]))
-        for count in range(max(tiles, 1), 0, -1):
+        for count in range(tiles, 0, -1):
             sizes = TreeBlocks(count * slots, resident, rows, slots)
             if sizes.vmem_bytes(shape) <= VMEM_SHARE * facts.vmem_bytes:
                 return sizes

@@ -1,10 +1,12 @@
 """Tree attention: the specification against enumeration in NumPy, then every implementation against it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
@@ -53,7 +55,7 @@ def make(seed, B, N, H, G, E, C, lengths, dtype=np.float32, key_layout="BGEC"):
         tree_k[b, ~valid[b]] = tree_v[b, ~valid[b]] = np.nan
     if key_layout == "BGEC":
         k = k.swapaxes(2, 3)
-    words = ancestor_words(jnp.asarray(parents), jnp.asarray(valid))
+    words = jax.jit(ancestor_words)(parents, valid)
     arrays = (jnp.asarray(x, dtype) for x in (q, k, v))
     return *arrays, jnp.asarray(lengths, jnp.int32), jnp.asarray(tree_k, dtype), jnp.asarray(tree_v, dtype), words
 
@@ -87,7 +89,7 @@ def test_the_reference_is_attention_along_each_rows_path():
     np.testing.assert_allclose(out, by_enumeration(q, k, v, lengths, tree_k, tree_v, parents), rtol=1e-5, atol=1e-6)
 
 
-@given(st.integers(0, 1000), st.sampled_from([1, 2, 31, 32, 33, 129, 300]))
+@given(st.integers(0, 1000), st.sampled_from([1, 33, 300]))
 def test_ancestor_words_name_the_path_to_the_root(seed, rows):
     random = np.random.default_rng(seed)
     parents, valid = random_parents(random, 1, rows), random.random((1, rows)) < 0.9
@@ -97,7 +99,7 @@ def test_ancestor_words_name_the_path_to_the_root(seed, rows):
         while row >= 0:
             seen[0, n, row] = valid[0, n] and valid[0, row]
             row = parents[0, row]
-    words = ancestor_words(jnp.asarray(parents), jnp.asarray(valid))
+    words = jax.jit(ancestor_words)(parents, valid)
     np.testing.assert_array_equal(unpack_words(words), seen)
 
 
@@ -129,34 +131,34 @@ def test_several_chains_over_one_context_are_as_many_runs_of_one_chain():
         np.testing.assert_allclose(together[:, rows], alone, rtol=1e-5, atol=1e-6)
 
 
-def compare(arguments, **options):
-    """Every implementation's (out, lse) against the reference's, in float32."""
-    layout = {"key_layout": options.get("key_layout", "BGEC")}
-    expected = tree_attention(*arguments, **layout, implementation="reference", with_lse=True)
-    actual = tree_attention(*arguments, **options, with_lse=True)
-    for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-    assert np.isfinite(actual[0]).all()
-
-
-@settings(max_examples=12)  # each compiles
-@given(
-    seed=st.integers(0, 99),
-    rows=st.sampled_from([1, 3, 16]),
-    heads=st.sampled_from([(1, 1), (4, 2)]),
-    capacity=st.sampled_from([1, 7, 129]),
-    chunk=st.sampled_from([5, 64, 2048]),
-    layout=st.sampled_from(["BGEC", "BGCE"]),
+@pytest.mark.parametrize(
+    "rows, heads, capacity, chunk, layout",
+    [
+        (1, (1, 1), 1, None, "BGEC"),
+        (3, (4, 2), 129, 64, "BGEC"),
+        (16, (4, 2), 7, 5, "BGCE"),
+        (16, (2, 2), 129, None, "BGEC"),
+    ],
 )
-def test_xla_equals_the_reference(seed, rows, heads, capacity, chunk, layout):
-    lengths = np.random.default_rng(seed).integers(0, capacity + 1, 2)
-    arguments = make(seed, 2, rows, *heads, 8, capacity, lengths, key_layout=layout)
-    compare(arguments, implementation="xla", chunk=chunk, key_layout=layout)
+def test_xla_equals_the_reference(rows, heads, capacity, chunk, layout):
+    run = functools.partial(tree_attention, key_layout=layout, with_lse=True)
+    ours = jax.jit(functools.partial(run, implementation="xla", chunk=chunk))
+    reference = jax.jit(functools.partial(run, implementation="reference"))
+
+    @given(seed=st.integers(0, 99))
+    def check(seed):
+        lengths = np.random.default_rng(seed).integers(0, capacity + 1, 2)
+        arguments = make(seed, 2, rows, *heads, 8, capacity, lengths, key_layout=layout)
+        for actual, expected in zip(ours(*arguments), reference(*arguments), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+            assert not np.isnan(actual).any()
+
+    check()
 
 
 CASES = {
-    "several tiles, empty first row": (3, 6, 4, 2, 32, 300, [0, 300, 130], TreeBlocks(256, 32, 32, 128), "BGEC"),
-    "keys laid out like values": (2, 6, 4, 2, 32, 300, [129, 0], TreeBlocks(128, 32, 32, 128), "BGCE"),
+    "several tiles, empty first row": (3, 6, 2, 1, 32, 300, [0, 300, 130], TreeBlocks(256, 32, 32, 128), "BGEC"),
+    "keys laid out like values": (1, 6, 2, 2, 32, 200, [129], TreeBlocks(128, 16, 16, 128), "BGCE"),
     "rows in parts, head size 80": (1, 40, 2, 1, 80, 129, [129], TreeBlocks(256, 48, 16, 256), "BGEC"),
     "more than 128 rows": (1, 130, 1, 1, 8, 64, [33], TreeBlocks(128, 256, 128, 128), "BGEC"),
     "nothing but the tree": (2, 1, 8, 1, 16, 1, [0, 0], None, "BGEC"),
@@ -167,12 +169,17 @@ CASES = {
 def test_the_kernel_equals_the_reference(case):
     *shape, lengths, blocks, layout = CASES[case]
     arguments = make(5, *shape, lengths, key_layout=layout)
-    compare(arguments, implementation="pallas", interpret=SIMULATED, block_sizes=blocks, key_layout=layout)
+    run = functools.partial(tree_attention, *arguments, key_layout=layout, with_lse=True)
+    expected = run(implementation="reference")
+    actual = run(implementation="pallas", interpret=SIMULATED, block_sizes=blocks)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert np.isfinite(actual[0]).all()
 
 
 def test_the_kernel_gives_one_half_of_a_cascade():
     """Context alone, merged with the block's own part, is attention over both; an empty row has weight 0."""
-    q, k, v, lengths, tree_k, tree_v, words = make(7, 2, 4, 2, 1, 16, 100, [0, 77])
+    q, k, v, lengths, tree_k, tree_v, words = make(7, 2, 4, 1, 1, 16, 100, [0, 77])
     context = tree_attention(
         q,
         k,
@@ -210,13 +217,13 @@ def test_bfloat16_error_is_that_of_dense_bfloat16(options):
     assert error(ours) <= 2 * error(dense)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.sampled_from([1, 4, 7]))
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.sampled_from([1, 7]))
 def test_steps_visit_each_used_tile_once_and_fetch_no_other(lengths, tile):
     capacity = 50
-    steps = list_steps(jnp.asarray(lengths), capacity, tile)
+    steps = jax.jit(list_steps, static_argnums=(1, 2))(np.asarray(lengths), capacity, tile)
     count = int(steps.count)
-    visited = [(int(x) >> TILE_BITS, int(x) & ((1 << TILE_BITS) - 1)) for x in steps.visited[:count]]
-    fetched = [(int(x) >> TILE_BITS, int(x) & ((1 << TILE_BITS) - 1)) for x in steps.fetched[:count]]
+    visited = [(int(x) >> TILE_BITS, int(x) & ((1 << TILE_BITS) - 1)) for x in np.asarray(steps.visited)[:count]]
+    fetched = [(int(x) >> TILE_BITS, int(x) & ((1 << TILE_BITS) - 1)) for x in np.asarray(steps.fetched)[:count]]
     assert visited == [(b, t) for b, n in enumerate(lengths) for t in range(max(-(-n // tile), 1))]
     needed = [(b, t) for b, n in enumerate(lengths) for t in range(-(-n // tile))]
     moved = [now for now, before in zip(fetched, [None, *fetched], strict=False) if now != before]
