@@ -1,0 +1,130 @@
+"""Block sizes of the block-attention kernels, and what they cost in VMEM."""
+
+import dataclasses
+
+from pallas_kernels import block_sizes
+from pallas_kernels.block_sizes import LANES, check_multiple, check_vmem, round_up
+from pallas_kernels.chips import Chip
+
+OP = "block_attention"
+SUBLANES = 16  # rows of a packed bfloat16 register; float32 needs 8, a divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of one query tile and one key tile, forward and backward.
+
+    A query tile is as many whole blocks as come nearest to `rows`; its exact height follows from the shapes.
+    """
+
+    rows: int = 512  # rows (block, head of the group, slot) of a query tile
+    keys: int = 512  # context keys of a tile: the unit that is visited or skipped
+    rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
+    rows_unrolled_backward: int = 128
+    context: int = 4096  # context keys that stay in VMEM while all query tiles pass
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_multiple(f"BlockSizes.{field.name}", getattr(self, field.name), LANES)
+        check_multiple("BlockSizes.context", self.context, self.keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What the kernels need to know of a shape: static, derived from `BlockSizes` by `tiling`."""
+
+    block_rows: int  # N: rows of one block and one kv head, padded to whole registers
+    block_keys: int  # K padded likewise
+    blocks: int  # of one query tile
+    query_tiles: int
+    keys: int
+    chunk: int  # context keys in VMEM at a time
+    chunks: int
+    own_keys: int  # columns of the own part of a query tile
+    rows_unrolled: int
+    rows_unrolled_backward: int
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.block_rows
+
+    @property
+    def key_tiles(self) -> int:
+        """Of the whole context, those beyond its end included."""
+        return self.chunks * (self.chunk // self.keys)
+
+
+def _divisor(size: int, wanted: int) -> int:
+    """The largest multiple of `LANES` up to `wanted` that divides `size`, itself a multiple of `LANES`."""
+    return max(d for d in range(LANES, min(size, max(wanted, LANES)) + 1, LANES) if size % d == 0)
+
+
+def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, context_length: int) -> Tiling:
+    """Fits block sizes to a shape. `group_rows` = query heads of a kv head x query slots of a block."""
+    block_rows, block_keys = round_up(group_rows, SUBLANES), round_up(block_size, SUBLANES)
+    step = next(n for n in range(1, LANES + 1) if n * block_rows % LANES == 0)
+    fitting = max(step, sizes.rows // block_rows // step * step)
+    blocks = min(fitting, round_up(anchors, step))
+    keys = min(sizes.keys, round_up(context_length, LANES))
+    chunk = min(sizes.context // keys * keys, round_up(context_length, keys))
+    rows = blocks * block_rows
+    return Tiling(
+        block_rows=block_rows,
+        block_keys=block_keys,
+        blocks=blocks,
+        query_tiles=-(-anchors // blocks),
+        keys=keys,
+        chunk=chunk,
+        chunks=-(-context_length // chunk),
+        own_keys=round_up(blocks * block_keys, LANES),
+        rows_unrolled=_divisor(rows, sizes.rows_unrolled),
+        rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
+    )
+
+
+def vmem_bytes(t: Tiling, head_dim: int, itemsize: int, *, backward: bool) -> int:
+    """VMEM of one kernel: pipelined windows twice, scratch once. Lanes are padded to whole registers."""
+    lanes = round_up(head_dim, LANES)
+    context = 2 * 2 * t.chunk * lanes * itemsize
+    if not backward:
+        tile = t.rows * (lanes * (4 * itemsize + 4) + 4 * LANES * 4) + 2 * 2 * t.own_keys * lanes * itemsize
+        return context + tile + 4 * t.rows_unrolled * t.keys * 4
+    gradients = 2 * t.chunk * lanes * (4 + 2 * itemsize)
+    tile = t.rows * lanes * (6 * itemsize + 4) + t.own_keys * lanes * (8 * itemsize)
+    return context + gradients + tile + 4 * t.rows_unrolled_backward * t.keys * 4
+
+
+def heuristic(facts: Chip, context_length: int, head_dim: int, itemsize: int, *, backward: bool) -> BlockSizes:
+    """Sizes without a tuned entry: the whole context in VMEM if it fits, else the largest part that does."""
+    lanes = round_up(head_dim, LANES)
+    per_key = lanes * (4 * itemsize + (8 + 4 * itemsize if backward else 0))
+    budget = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - 5 * 2**20
+    context = max(512, min(budget // per_key // 512 * 512, round_up(context_length, 512)))
+    wide = 512 if facts.mxu_size == 256 else 128
+    return BlockSizes(rows_unrolled=wide, context=context)
+
+
+def choose(
+    argument: BlockSizes | None,
+    device_kind: str,
+    *,
+    anchors: int,
+    group_rows: int,
+    block_size: int,
+    context_length: int,
+    head_dim: int,
+    itemsize: int,
+    backward: bool,
+) -> Tiling:
+    """The tiling that runs: argument, else tuned for the chip, else heuristic. ValueError when it exceeds VMEM."""
+    sizes = block_sizes.choose(
+        OP,
+        BlockSizes,
+        argument,
+        device_kind,
+        f"E{head_dim}_{itemsize * 8}bit_{'backward' if backward else 'forward'}",
+        lambda facts: heuristic(facts, context_length, head_dim, itemsize, backward=backward),
+    )
+    t = tiling(sizes, anchors, group_rows, block_size, context_length)
+    check_vmem(f"{OP} with {sizes}", vmem_bytes(t, head_dim, itemsize, backward=backward), device_kind)
+    return t

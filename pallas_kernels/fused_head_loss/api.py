@@ -1,0 +1,79 @@
+"""The head loss's public function: checks, row weights and dispatch."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.dispatch import resolve
+from pallas_kernels.fused_head_loss.blocks import HeadTiles, choose_tiles
+from pallas_kernels.fused_head_loss.reference import head_losses_reference
+from pallas_kernels.fused_head_loss.terms import HeadLosses, Term, check_terms
+from pallas_kernels.fused_head_loss.xla import head_losses_xla, setting_of
+
+
+def _check(hidden: Array, head: Array, labels: tuple, others: tuple, weights: Array | None) -> None:
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[0] or not hidden.shape[0]:
+        raise ValueError(f"hidden must be [R, D] and head [D, V] with R > 0, got {hidden.shape=} {head.shape=}")
+    rows = hidden.shape[:1]
+    expected = {f"labels[{i}]": (x, rows) for i, x in enumerate(labels)}
+    expected |= {f"others[{i}]": (x, hidden.shape) for i, x in enumerate(others)}
+    if weights is not None:
+        expected["weights"] = (weights, rows)
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}.shape={array.shape} must be {shape}, for {hidden.shape=}")
+    for i, label in enumerate(labels):
+        if not jnp.issubdtype(label.dtype, jnp.integer):
+            raise ValueError(f"labels[{i}].dtype={label.dtype} must be an integer type")
+
+
+def fused_head_loss(
+    hidden: Array,  # [R, D]
+    head: Array,  # [D, V]
+    *,
+    terms: tuple[Term, ...] = (Term("ce"),),
+    labels: tuple[Array, ...] = (),  # int [R] each
+    others: tuple[Array, ...] = (),  # [R, D] each
+    weights: Array | None = None,  # [R]
+    head_gradient: bool = False,
+    implementation: str = "auto",
+    device_kind: str | None = None,
+    block_sizes: HeadTiles | None = None,
+) -> HeadLosses:
+    """Losses of hidden states under a head, float32, one number a row and term; no [R, V] array exists at any time.
+
+    Gradients flow to `hidden`, and with `head_gradient` to `head` through the logits of `hidden`; labels and others are
+    constants. Rows of weight 0 cost nothing and give no gradient, whatever they hold, NaN included.
+
+    Args:
+      terms: what is computed; `Term` says what each compares with.
+      labels: columns of the head; below 0 means that the row has no label, and costs nothing.
+      others: hidden states whose distribution under the same head is compared with.
+      weights: factor on all of a row's values; 1 by default.
+      head_gradient: costs one more product and a float32 [D, V]; False stands for a frozen head, gradient zero.
+      implementation: "auto" is "xla" on every device: no Pallas version beats it, see the package's README.
+
+    Raises:
+      ValueError: shapes, dtypes, terms or an implementation that do not fit; the message says which.
+      NotImplementedError: implementation="pallas".
+    """
+    labels, others, terms = tuple(labels), tuple(others), tuple(Term(*term) for term in terms)
+    _check(hidden, head, labels, others, weights)
+    check_terms(terms, len(labels), len(others))
+    if implementation == "pallas":
+        raise NotImplementedError("implementation='pallas': the head loss has no Pallas version; use 'auto' or 'xla'")
+    which, kind = resolve("xla" if implementation == "auto" else implementation, device_kind)
+    if weights is not None:
+        counted = (weights != 0)[:, None]
+        hidden = jnp.where(counted, hidden, 0)
+        others = tuple(jnp.where(counted, other, 0) for other in others)
+    with jax.named_scope("fused_head_loss"):
+        if which == "reference":
+            frozen = head if head_gradient else jax.lax.stop_gradient(head)
+            losses = head_losses_reference(hidden, frozen, labels, others, terms)
+        else:
+            tiles = choose_tiles(hidden.shape[0], head.shape[1], block_sizes, kind)
+            losses = head_losses_xla(setting_of(terms, tiles, head_gradient), hidden, head, labels, others)
+    if weights is None:
+        return losses
+    return losses._replace(values=tuple(jnp.where(weights != 0, value * weights, 0.0) for value in losses.values))

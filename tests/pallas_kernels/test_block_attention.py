@@ -1,0 +1,213 @@
+"""Block attention: the reference against enumeration, XLA and the simulated Pallas kernels against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_cases import SIMULATED, SMALL, Shape, adversarial_anchors, arrays, assert_close, run
+
+from pallas_kernels.block_attention import BlockSizes, block_attention, context_attention, visible_intervals, xla
+from pallas_kernels.block_attention.blocks import tiling
+from pallas_kernels.block_attention.plan import make_plan, visited_and_needed
+
+F32 = 1e-5  # float32 sums in another order
+ROWS = {"valid": None, "context_documents": None, "block_documents": None, "slots": None}
+
+
+def enumerated(inputs: tuple, anchors, *, valid=None, documents=None, causal=False, window=None, slots=None):
+    """The definition, one row at a time, in NumPy and float64."""
+    q, ck, cv, bk, bv, _ = (np.asarray(x, np.float64) for x in inputs)
+    (B, A, R, H, E), (G, S) = q.shape, ck.shape[1:3]
+    out = np.zeros(q.shape)
+    for b, a, r, h in np.ndindex(B, A, R, H):
+        anchor, g = int(anchors[b][a]), h // (H // G)
+        slot = r if slots is None else int(slots[b][a][r])
+        if valid is not None and not valid[b][a]:
+            continue
+        keys, values = [], []
+        for j in range(S):
+            own = documents is None or documents[b][j] == documents[b][min(max(anchor, 0), S - 1)]
+            if j < anchor and own and (window is None or j > anchor + slot - window):
+                keys.append(ck[b, g, j])
+                values.append(cv[b, g, j])
+        for k in range(bk.shape[2]):
+            if not (causal and k > slot) and (window is None or k > slot - window):
+                keys.append(bk[b, a, k, g])
+                values.append(bv[b, a, k, g])
+        scores = np.stack(keys) @ q[b, a, r, h] * E**-0.5
+        weights = np.exp(scores - scores.max())
+        out[b, a, r, h] = weights @ np.stack(values) / weights.sum()
+    return out
+
+
+RULES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": 5},
+    "causal window": {"causal": True, "window": 3},
+    "documents": {"documents": [[0] * 9 + [7] * 4 + [3] * 10]},
+    "dropped": {"valid": [[True, False, True, True, False]]},
+    "slots": {"slots": [[[3, 1], [0, 2], [1, 1], [2, 3], [3, 0]]], "causal": True, "window": 4},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_equals_the_definition_row_by_row(rule: str, implementation: str) -> None:
+    options = dict(RULES[rule])
+    shape = Shape(R=2 if "slots" in options else 4, H=4, G=2, E=8, S=23)
+    inputs, anchors = arrays(shape), [[0, 12, 13, 11, 22]]
+    wanted = enumerated(inputs, anchors, **options)
+    passed = {"context_documents" if name == "documents" else name: value for name, value in options.items()}
+    passed = {name: jnp.asarray(x) if isinstance(x, list) else x for name, x in passed.items()}
+    out = block_attention(*inputs[:5], jnp.asarray(anchors), implementation=implementation, **passed)
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=F32)
+
+
+def test_xla_in_chunks_equals_the_reference_and_so_do_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(B=2, A=7, H=4, G=2, E=16, S=33)
+    inputs, anchors = arrays(shape), np.random.default_rng(3).integers(0, 33, (2, 7))
+    wanted = run("reference", inputs, anchors)
+    monkeypatch.setattr(xla, "CHUNK_SCORES", 2 * 4 * 4 * 33 * 3)  # three blocks a chunk
+    assert_close(run("xla", inputs, anchors), wanted, F32)
+
+
+def test_xla_holds_no_array_of_all_queries_by_all_keys() -> None:
+    shape = Shape(A=512, R=16, K=16, H=8, G=2, E=32, S=3072, dtype="bfloat16")
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(lambda: arrays(shape))[:5]]
+
+    def loss(*x: jax.Array) -> jax.Array:
+        return block_attention(*x, jnp.zeros((1, 512), jnp.int32), implementation="xla").astype(jnp.float32).sum()
+
+    memory = jax.jit(jax.grad(loss, argnums=range(5))).lower(*structs).compile().memory_analysis()
+    scores = 512 * 16 * 8 * 3072 * 4
+    assert memory.temp_size_in_bytes < scores / 2, memory.temp_size_in_bytes
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    """Pallas output and gradients at one shape: compiled once, for any anchors, documents and dropped blocks."""
+    shape = Shape(B=2, A=21, K=4, R=4, H=2, G=1, E=64, S=300)  # two query tiles, two chunks, three key tiles
+    inputs = arrays(shape)
+
+    def both(implementation: str):
+        interpret = SIMULATED if implementation == "pallas" else False
+
+        @jax.jit
+        def call(inputs: tuple, anchors: jax.Array, valid: jax.Array, documents: jax.Array) -> dict:
+            def attend(*x: jax.Array) -> jax.Array:
+                return block_attention(
+                    *x, anchors, valid=valid, context_documents=documents, implementation=implementation,
+                    interpret=interpret, block_sizes=SMALL,
+                )  # fmt: skip
+
+            *operands, cotangent = inputs
+            out, pull = jax.vjp(attend, *operands)
+            return dict(zip(("out", "dq", "dk", "dv", "dbk", "dbv"), (out, *pull(cotangent)), strict=True))
+
+        return call
+
+    return shape, inputs, both("pallas"), both("reference")
+
+
+def _agree(simulated, anchors, *, valid=None, documents=None, poison=None) -> None:
+    shape, inputs, pallas, reference = simulated
+    valid = np.ones(anchors.shape, bool) if valid is None else valid
+    documents = np.zeros((shape.B, shape.S), int) if documents is None else documents
+    dirty = (
+        inputs if poison is None else tuple(jnp.where(bad, jnp.nan, x) for bad, x in zip(poison, inputs, strict=True))
+    )
+    wanted = reference(inputs, anchors, valid, documents)
+    actual = pallas(dirty, anchors, valid, documents)
+    as_numpy = [{name: np.asarray(x) for name, x in results.items()} for results in (actual, wanted)]
+    assert_close(*as_numpy, F32)
+
+
+def test_kernels_agree_with_the_reference_for_any_anchors(simulated) -> None:
+    cases = adversarial_anchors(simulated[0])
+    pairs = [("random", "zero"), ("one", "last"), ("all of it", "reversed"), ("closer than K", "beyond")]
+    for pair in pairs:
+        _agree(simulated, np.stack([cases[name] for name in pair]))
+
+
+def test_kernels_agree_with_documents_and_dropped_blocks_and_ignore_what_nobody_sees(simulated) -> None:
+    shape, rng = simulated[0], np.random.default_rng(5)
+    documents = np.sort(rng.integers(0, 5, (2, shape.S)), axis=1)
+    anchors, valid = rng.integers(0, 280, (2, shape.A)), rng.random((2, shape.A)) < 0.7
+    valid[1] = False  # a row of padding only
+    options = ROWS | {"valid": jnp.asarray(valid), "context_documents": jnp.asarray(documents)}
+    sees = visible_intervals(jnp.asarray(anchors), 4, 4, shape.S, causal=False, window=None, **options)
+    unused = ~np.asarray(sees.context_mask(shape.S)).any(axis=(1, 2))[:, None, :, None]
+    assert unused[0].any()
+    dropped = ~valid[:, :, None, None, None]
+    poison = (dropped, unused, unused, dropped, dropped, np.zeros_like(dropped))
+    _agree(simulated, anchors, valid=valid, documents=documents, poison=poison)
+
+
+def test_scores_far_out_of_reach_of_the_fixed_number_take_the_online_path(simulated) -> None:
+    shape, inputs, pallas, reference = simulated
+    q, ck, cv, bk, bv, do = inputs
+    sharp = (q * 60, ck * 6, cv, bk, bv, do)  # scores of several hundred
+    simulated = (shape, sharp, pallas, reference)
+    anchors = np.random.default_rng(6).integers(0, shape.S, (2, shape.A))
+    valid, documents = np.ones(anchors.shape, bool), np.zeros((2, shape.S), int)
+    actual, wanted = pallas(sharp, anchors, valid, documents), reference(sharp, anchors, valid, documents)
+    # Softmax is nearly one-hot: differences of 1e-4 in scores of several hundred show, relative to the largest gradient.
+    as_numpy = [{name: np.asarray(x) for name, x in results.items()} for results in (actual, wanted)]
+    assert_close(*as_numpy, 2e-3)
+
+
+def test_context_alone_gives_output_and_logsumexp() -> None:
+    shape = Shape(A=3, E=64, S=130)
+    q, ck, cv, *_ = arrays(shape)
+    anchors = jnp.asarray([[0, 77, 130]])
+    for implementation, interpret in (("xla", False), ("pallas", SIMULATED)):
+        out, lse = context_attention(
+            q, ck, cv, anchors, implementation=implementation, interpret=interpret, block_sizes=SMALL
+        )
+        wanted, wanted_lse = context_attention(q, ck, cv, anchors, implementation="reference")
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=F32)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=F32)
+        assert np.isneginf(np.asarray(lse)[0, 0]).all() and (np.asarray(out)[0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_random_anchors_visit_few_tiles_that_no_row_needs(packed: bool) -> None:
+    A, K, S = 512, 16, 3072
+    rng = np.random.default_rng(0)
+    anchors = jnp.asarray(rng.integers(1, S, (4, A)))
+    documents = jnp.asarray(np.sort(rng.integers(0, 3, (4, S)), axis=1)) if packed else None
+    sees = visible_intervals(anchors, K, K, S, causal=False, window=None, **(ROWS | {"context_documents": documents}))
+    t = tiling(BlockSizes(), A, 4 * K, K, S)
+    visited, needed = visited_and_needed(make_plan(sees, 4, S, t), 4, t)
+    assert 0 < needed <= visited <= 1.15 * needed
+    unsorted_tiles = 4 * t.query_tiles * t.key_tiles
+    assert visited < 0.65 * unsorted_tiles
+
+
+def test_errors_name_the_argument_and_its_value() -> None:
+    q, ck, cv, bk, bv, _ = arrays(Shape(H=4, G=2))
+    anchors = jnp.zeros((1, 5), jnp.int32)
+    with pytest.raises(ValueError, match="did you pass \\[B, S, G, E\\]"):
+        block_attention(q, ck, cv.swapaxes(1, 2), bk, bv, anchors)
+    with pytest.raises(ValueError, match="not a multiple of the 2 kv heads"):
+        block_attention(q[:, :, :, :3], ck, cv, bk, bv, anchors)
+    with pytest.raises(ValueError, match="window=0"):
+        block_attention(q, ck, cv, bk, bv, anchors, window=0)
+    with pytest.raises(ValueError, match="one dtype"):
+        block_attention(q.astype(jnp.bfloat16), ck, cv, bk, bv, anchors)
+    with pytest.raises(ValueError, match="needs a TPU"):
+        block_attention(q, ck, cv, bk, bv, anchors, implementation="pallas", device_kind="cpu")
+    with pytest.raises(ValueError, match="BlockSizes.keys=100"):
+        BlockSizes(keys=100)
+    with pytest.raises(ValueError, match="v4 offers 12.0 MiB"):
+        huge = BlockSizes(context=2**20)
+        wide = jax.ShapeDtypeStruct((1, 2, 2**18, 64), jnp.float32)
+        blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, bk, bv)]
+        jax.eval_shape(
+            lambda q, bk, bv, k: block_attention(
+                q, k, k, bk, bv, anchors, implementation="pallas", device_kind="TPU v4", block_sizes=huge
+            ),
+            *blocks,
+            wide,
+        )
