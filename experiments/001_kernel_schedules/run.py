@@ -1,6 +1,6 @@
 """Compiles block attention, splash attention with the same mask and a dense XLA version for every chip, and tabulates them.
 
-    python experiments/001_kernel_schedules/run.py [chip ...]
+    JAX_PLATFORMS=cpu python experiments/001_kernel_schedules/run.py [chip ...]
 
 Hardware: none of the chips; any Linux x86-64 machine with `jax[tpu]` installed. About 15 minutes on two CPU cores.
 Writes results.json beside this file and prints a table. Every figure is of code *compiled for* a chip; nothing ran on one.
