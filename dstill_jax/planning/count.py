@@ -74,11 +74,12 @@ class Program:
     def _count(self, name: str) -> Counts:
         total = Counts()
         computation = self.computations[name]
+        seen: set[tuple] = set()
         for instruction in computation.values():
-            self._add(total, instruction, computation)
+            self._add(total, instruction, computation, seen)
         return total
 
-    def _add(self, total: Counts, i: Instruction, computation: Computation) -> None:
+    def _add(self, total: Counts, i: Instruction, computation: Computation, seen: set[tuple]) -> None:
         if i.opcode == "while":
             times = self._trips(i, computation)
             if times is None:
@@ -103,9 +104,9 @@ class Program:
         elif i.opcode == "fusion":
             inner = self.computations[i.attribute("calls") or ""]
             total.flops += self._fused_flops(i.attribute("calls") or "")
-            for nested in inner.values():  # collectives fused with what hides them
+            for nested in inner.values():
                 if nested.opcode.removesuffix("-start") in _COLLECTIVES:
-                    self._add_collective(total, nested, nested.opcode.removesuffix("-start"), inner)
+                    self._add_fused_collective(total, nested, inner, i, seen)
         elif i.opcode == "custom-call":
             self._add_custom_call(total, i)
         if i.opcode not in _FREE and not i.opcode.endswith("-done"):
@@ -271,6 +272,25 @@ class Program:
         }[kind]
         before = total.collectives.get((kind, group, crosses), (0.0, 0.0))
         total.collectives[kind, group, crosses] = (before[0] + 1, before[1] + moved)
+
+    def _add_fused_collective(
+        self, total: Counts, i: Instruction, inner: Computation, fusion: Instruction, seen: set[tuple]
+    ) -> None:
+        """A collective in pieces, each fused with work that hides it: every piece shows all of it, and it counts once.
+
+        Each piece also hands the whole result on; that is no traffic, the writing of the result is.
+        """
+        kind = i.opcode.removesuffix("-start")
+        made = i.shapes[-1]
+        if made.in_hbm:
+            passed_in = any(x.opcode == "parameter" and x.shapes[0].dims == made.dims for x in inner.values())
+            total.hbm_bytes -= made.size * (passed_in + any(s.dims == made.dims and s.in_hbm for s in fusion.shapes))
+        key = (kind, i.attribute("channel_id"), i.quoted("chain_id"), made.dims)
+        if i.quoted("chain_id") is not None and key in seen:
+            return
+        seen.add(key)
+        self._add_collective(total, i, kind, inner)
+        total.hbm_bytes += made.size * made.in_hbm
 
     def _groups(self, rest: str) -> tuple[int, bool]:
         """Size of a collective's groups, and whether one spans slices."""

@@ -1,7 +1,7 @@
-"""Tree attention and the head loss, compiled for every chip: schedules, bytes, temporaries. `run.py` calls `figures`.
+"""Tree attention and the head loss, compiled for every chip: schedules, bytes, temporaries. Beside `run.py`, runs alone.
 
 Command: python experiments/001_kernel_schedules/decode_and_head.py [chip ...]
-Hardware: any Linux x86-64 CPU with libtpu installed; about 5 min for all chips on 2 cores. Nothing here runs on a TPU.
+Hardware: any Linux x86-64 CPU with libtpu installed; about 15 min for all chips on 2 idle cores. Nothing here runs on a TPU.
 Expected: 16 rows over 32768 slots move keys and values once (ratio below 1.05), 0 spills; head loss temporaries below 256 MB.
 """
 

@@ -20,6 +20,7 @@ class BlockSizes:
     rows: int = 512  # rows (block, head of the group, slot) of a query tile
     keys: int = 512  # context keys of a tile: the unit that is visited or skipped
     rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
+    keys_unrolled: int = 512  # keys of one product forward
     rows_unrolled_backward: int = 128
     context: int = 4096  # context keys that stay in VMEM while all query tiles pass
 
@@ -42,6 +43,7 @@ class Tiling:
     chunks: int
     own_keys: int  # columns of the own part of a query tile
     rows_unrolled: int
+    keys_unrolled: int
     rows_unrolled_backward: int
 
     @property
@@ -78,6 +80,7 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
         chunks=-(-context_length // chunk),
         own_keys=round_up(blocks * block_keys, LANES),
         rows_unrolled=_divisor(rows, sizes.rows_unrolled),
+        keys_unrolled=_divisor(keys, sizes.keys_unrolled),
         rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
     )
 
@@ -100,8 +103,12 @@ def heuristic(facts: Chip, context_length: int, head_dim: int, itemsize: int, *,
     per_key = lanes * (4 * itemsize + (8 + 4 * itemsize if backward else 0))
     budget = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - 5 * 2**20
     context = max(512, min(budget // per_key // 512 * 512, round_up(context_length, 512)))
-    wide = 512 if facts.mxu_size == 256 else 128
-    return BlockSizes(rows_unrolled=wide, context=context)
+    # Forward: the largest products whose values stay in registers, by the compiled schedules. Backward: the fewest bundles
+    # on 256 wide arrays, the fewest spills on 128 wide ones.
+    products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 512}
+    if facts.mxu_size == 128:
+        products = {"rows_unrolled": 128, "keys_unrolled": 256, "rows_unrolled_backward": 128}
+    return BlockSizes(context=context, **products)
 
 
 def choose(

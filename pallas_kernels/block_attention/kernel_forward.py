@@ -8,6 +8,7 @@ nor lose anything that would count. Query tiles with a row for which they are fu
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -63,15 +64,15 @@ class _Tile:
 
     def add(self, k: jax.Array, v: jax.Array, base: jax.Array | None) -> None:
         """The hot path: one key tile relative to the fixed number. `base` = position of its first key, if to be masked."""
-        height, keys = self.t.rows_unrolled, k.shape[0]
-        for row in range(0, self.t.rows, height):
-            rows = pl.ds(row, height)
-            scores = dot(self.q[rows, :], k, _ROWS_BY_KEYS) * self.scale2
+        height, width = self.t.rows_unrolled, self.t.keys_unrolled
+        for row, key in itertools.product(range(0, self.t.rows, height), range(0, k.shape[0], width)):
+            rows, keys = pl.ds(row, height), slice(key, key + width)
+            scores = dot(self.q[rows, :], k[keys], _ROWS_BY_KEYS) * self.scale2
             if base is not None:
-                scores = jnp.where(self._visible(rows, keys, base), scores, MASKED)
-            p = jnp.exp2(scores - wide(self.reference[rows, :], keys))
+                scores = jnp.where(self._visible(rows, width, base + key), scores, MASKED)
+            p = jnp.exp2(scores - wide(self.reference[rows, :], width))
             self.total[rows, :] += _lane_sums(p)
-            self.acc[rows, :] += dot(p.astype(v.dtype), v, _PLAIN)
+            self.acc[rows, :] += dot(p.astype(v.dtype), v[keys], _PLAIN)
 
     def add_online(self, k: jax.Array, v: jax.Array, base: jax.Array) -> None:
         """Any scores, any masks, any content of keys that nobody sees: slower, and rarely needed."""

@@ -93,8 +93,8 @@ def _heuristic(shape: TreeShape, facts: Chip) -> TreeBlocks:
     slots = min(_SLOTS, round_up(shape.capacity, LANES))
     wanted = facts.hbm_bytes_per_second * _STEP_SECONDS / (2 * shape.head_dim * shape.itemsize)
     all_tiles = -(-shape.capacity // slots)
-    steps = -(-all_tiles // max(round(wanted / slots), 1))
-    tiles = -(-all_tiles // steps)  # steps of equal length: the last reads little that is not there
+    most = min(max(round(wanted / slots), 1), all_tiles)
+    tiles = min(range(most, most // 2, -1), key=lambda count: -all_tiles % count)  # the last step reaches past the end
     for resident in stacks:
         rows = next(r for r in stacks if resident % r == 0 and (r <= _ROWS or r == stacks[-1]))
         for count in range(tiles, 0, -1):

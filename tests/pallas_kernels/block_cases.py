@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_attention import BlockSizes, block_attention
@@ -70,8 +71,15 @@ def run(implementation: str, inputs: tuple[jax.Array, ...], anchors: Any, **opti
     return {name: np.asarray(x, np.float32) for name, x in zip(NAMES, both(*operands), strict=True)}
 
 
+def assert_no_race() -> None:
+    """The simulator only prints the races that it finds; where it notes them is not public yet."""
+    races = interpret_pallas_call.races  # None before the first simulation
+    assert races is None or not races.races_found
+
+
 def assert_close(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
-    """Largest difference, relative to the largest entry, of the output and of every gradient."""
+    """Largest difference, relative to the largest entry, of the output and of every gradient; and no race."""
+    assert_no_race()
     for name, reference in wanted.items():
         assert np.isfinite(actual[name]).all(), f"{name} is not finite"
         scale = max(1.0, float(np.abs(reference).max(initial=0.0)))

@@ -78,17 +78,16 @@ def differentiate(hidden, head, labels, others, cotangents, **options):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, head_gradient",
     [
-        {"implementation": "reference"},
-        {"block_sizes": HeadTiles(4, 8)},  # rows and columns that do not divide 11 and 23
-        {"block_sizes": HeadTiles(3, 100)},
-        {"block_sizes": HeadTiles(64, 5)},
-        {},
+        ({"implementation": "reference"}, True),
+        ({"block_sizes": HeadTiles(4, 8)}, False),  # rows and columns that do not divide 11 and 23
+        ({"block_sizes": HeadTiles(3, 100)}, True),
+        ({"block_sizes": HeadTiles(64, 5)}, True),
+        ({}, False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_gradient", [False, True])
 def test_values_and_gradients_equal_float64(options, head_gradient):
     data = make(0, 11, 6, 23)
     values, by_hidden, by_head = in_float64(*data)
@@ -100,7 +99,7 @@ def test_values_and_gradients_equal_float64(options, head_gradient):
     np.testing.assert_array_equal(losses.best, (data[0] @ data[1]).argmax(-1))
 
 
-@settings(max_examples=8)  # each compiles
+@settings(max_examples=5)  # each compiles
 @given(
     seed=st.integers(0, 99),
     rows=st.integers(1, 9),

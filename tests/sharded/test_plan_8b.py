@@ -44,11 +44,14 @@ def test_on_v5p_arithmetic_bounds_the_step() -> None:
 
 @pytest.mark.parametrize("generation", ["v5p"])
 def test_bytes_per_device_and_per_token_do_not_grow_with_the_slice(generation: str) -> None:
+    """From 16 to 256 chips at the same rows per chip. ICI bytes may shrink: on 16 chips, without wrap-around links, the
+    compiler sums gradients whole instead of scattering the sums."""
     small, large = planned(f"{generation}-32"), planned(f"{generation}-512")
     assert small["slice"]["devices"] * 16 == large["slice"]["devices"] == 256
     for read in (
         lambda v: v["bytes_per_device"]["peak"],
-        lambda v: v["per_device_and_step"]["ici_bytes_per_token"],
         lambda v: v["per_device_and_step"]["flops"],
     ):
         assert math.isclose(read(small), read(large), rel_tol=0.1)
+    per_token = [v["per_device_and_step"]["ici_bytes_per_token"] for v in (small, large)]
+    assert 0.7 * per_token[0] <= per_token[1] <= 1.1 * per_token[0]

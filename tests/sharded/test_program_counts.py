@@ -132,6 +132,38 @@ def test_a_tpu_program_written_by_hand() -> None:
     assert found.hbm_bytes == 4 * (query + 2 * block + block + 8 * block)  # keys and scores live in VMEM
 
 
+_PIECES = """HloModule m, num_partitions=8
+
+%first (p: f32[8,128]) -> (f32[8,128], f32[64,128]) {
+  %p = f32[8,128]{1,0} parameter(0)
+  %g = f32[64,128]{1,0} all-gather(%p), channel_id=3, replica_groups=[1,8]<=[8], frontend_attributes={chain_id="0"}
+  ROOT %t = (f32[8,128]{1,0}, f32[64,128]{1,0}) tuple(%p, %g)
+}
+
+%second (q: f32[8,128], r: f32[64,128]) -> f32[64,128] {
+  %q = f32[8,128]{1,0} parameter(0)
+  %r = f32[64,128]{1,0} parameter(1)
+  ROOT %h = f32[64,128]{1,0} all-gather(%q), channel_id=3, replica_groups=[1,8]<=[8], frontend_attributes={chain_id="0"}
+}
+
+ENTRY %main (a: f32[8,128]) -> f32[64,128] {
+  %a = f32[8,128]{1,0} parameter(0)
+  %start = (f32[8,128]{1,0}, f32[64,128]{1,0}) fusion(%a), kind=kCustom, calls=%first
+  %x = f32[8,128]{1,0} get-tuple-element(%start), index=0
+  %y = f32[64,128]{1,0} get-tuple-element(%start), index=1
+  ROOT %done = f32[64,128]{1,0} fusion(%x, %y), kind=kCustom, calls=%second
+}
+"""
+
+
+def test_a_gather_in_pieces_counts_once() -> None:
+    found = Program(_PIECES).count()
+    (gather,) = found.by_kind()
+    assert (gather.times, gather.bytes) == (1, 8 * 128 * 4 * 7)
+    share, whole = 8 * 128 * 4, 64 * 128 * 4
+    assert found.hbm_bytes == whole + 3 * share  # written once; the share is read, handed on and read
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

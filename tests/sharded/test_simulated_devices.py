@@ -13,11 +13,11 @@ FAST = {
     "stage2": ({"dcn_data": 2, "fsdp": 4, "split_rows": True}, {"scan_layers": True}),
 }
 REST = [
-    ("stage1", {"data": 2, "fsdp": 4}, {}, {"accumulate": 2}),
+    ("stage1", {"fsdp": 4, "tensor": 2}, {}, {"accumulate": 2}),
     ("stage1", {"fsdp": 8}, {"anchor_chunk": 4}, {"tied": True}),
     ("stage1", {"data": 8}, {}, {"stacked": False}),
     ("stage1", {"dcn_data": 2, "fsdp": 2, "tensor": 2, "split_rows": True}, {}, {}),
-    ("stage2", {"data": 2, "fsdp": 4}, {}, {"tied": True, "accumulate": 2}),
+    ("stage2", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {"tied": True, "accumulate": 2}),
     ("stage2", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat_layers": True, "anchor_chunk": 2}, {"stacked": False}),
     ("stage2", {"fsdp": 8}, {"scan_layers": True, "remat_layers": True}, {}),
 ]
