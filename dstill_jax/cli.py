@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _set_environment() -> None:
     """Programs compiled once are found again by later commands and by worker processes."""
     from dstill_jax.weights.cache_folder import cache_root
+    from pallas_kernels import offline
 
+    if not offline.tpu_attached():
+        offline.prepare_environment()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "compiled"))
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is absent is no news here
 

@@ -22,19 +22,12 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import offline
 from pallas_kernels.chips import CHIPS, chip
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 
-# Of the compiling process: they name no device, they keep libtpu from asking a metadata server which one it has.
-COMPILER_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock is for running; several processes may compile at once
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
+COMPILER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **offline.ENVIRONMENT}  # of the compiling process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +62,7 @@ class Schedule:
 
 def devices(chip_name: str) -> list[jax.Device]:
     """The devices of the chip's smallest slice, none of which is attached. RuntimeError when libtpu is missing."""
-    for name, value in COMPILER_ENVIRONMENT.items():
-        if name != "JAX_PLATFORMS":
-            os.environ.setdefault(name, value)
+    offline.prepare_environment()
     from jax.experimental import topologies
 
     facts = chip(chip_name)

@@ -4,12 +4,12 @@ A *device* is what jax shows: a chip, or one of the two cores of a tpu7x chip. P
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from dstill_jax.errors import MissingExtraError, UserError
+from pallas_kernels import offline
 
 _GB = 1e9
 
@@ -116,15 +116,7 @@ def slice_devices(place: Slice) -> list[Any]:
         import libtpu  # noqa: F401
     except ImportError:
         raise MissingExtraError("libtpu", "tpu") from None
-    # Read by libtpu when it loads: no metadata server, no lock (that is for running, not for compiling).
-    for variable, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("TPU_WORKER_ID", "0"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        os.environ.setdefault(variable, value)
+    offline.prepare_environment()
     from jax.experimental import topologies
 
     options: dict[str, Any] = {"num_slices": place.num_slices} if place.num_slices > 1 else {}
