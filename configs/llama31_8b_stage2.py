@@ -4,7 +4,7 @@ Command:  dstill train configs/llama31_8b_stage2.py        (after configs/llama3
 Hardware: as stage 1. Not run yet: no result is claimed here. Planned (compiled, not run) with
           `dstill plan configs/llama31_8b_stage2.py --slice ...`:
 
-@@PLAN@@
+(not printed here yet: the command compiles it in some minutes)
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ Command:  dstill train configs/qwen3_0_6b_stage1.py
 Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
           result is claimed here. Planned (compiled, not run) with `dstill plan configs/qwen3_0_6b_stage1.py --slice ...`:
 
-@@PLAN@@
+(not printed here yet: the command compiles it in some minutes)
 """
 
 import dataclasses

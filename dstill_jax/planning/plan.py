@@ -82,8 +82,8 @@ def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[st
     inner = place.num_devices // place.num_slices
     found = []
     for tensor in (1, 2, 4):
-        for fsdp in (8, 16, 32, 64):
-            if inner % (fsdp * tensor) or (fsdp < 16 and fsdp != inner):
+        for fsdp in sorted({min(16, inner // tensor), 32, 64}):
+            if not fsdp or inner % (fsdp * tensor):
                 continue
             mesh = MeshConfig(inner // (fsdp * tensor), fsdp, tensor, place.num_slices)
             for per_share in (4, 2, 1):

@@ -80,7 +80,9 @@ def test_the_search_tries_only_what_can_be() -> None:
     config = sharded_case.run_config("stage1", MeshConfig(), sharded_case.Memory(), 4, 1)
     place = parse_slice("v5e-16")
     made = [c for c, _ in candidates(config, place)]
-    assert made and all(c.mesh.size == 16 and c.batches.batch_size % c.mesh.row_shares == 0 for c in made)
+    assert {c.mesh.tensor for c in made} == {1, 2, 4} and all(
+        c.mesh.size == 16 and c.batches.batch_size % c.mesh.row_shares == 0 for c in made
+    )
 
 
 def test_model_flops_of_a_step_by_hand() -> None:
@@ -153,6 +155,16 @@ def test_a_small_run_planned_for_a_real_slice(config_file: Path, tmp_path: Path)
     assert not values["uncounted"]
     kinds = {c["kind"] for c in values["collectives"]}
     assert "all-gather" in kinds and all(c["network"] == "ici" for c in values["collectives"])
+
+
+@pytest.mark.slow
+def test_a_search_returns_the_settings_that_fit_best_first(config_file: Path, tmp_path: Path) -> None:
+    done = command(config_file, "--slice", "v5e-4", "--search", "--limit", "2", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    rates = [values["tokens_per_second_at_most"] for values in found]
+    assert len(found) == 2 and all(values["fits"] for values in found) and rates == sorted(rates, reverse=True)
+    assert done.stderr.count("tokens/s at most") == 2 and "plan for v5e-4" in done.stdout
 
 
 def test_the_compiler_knows_the_slices_by_these_names() -> None:
