@@ -16,7 +16,7 @@ from dstill_jax.data.generate import prepare
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.data.prepare_config import PrepareConfig
 from dstill_jax.data.prompts import PromptSource, read_rows
-from dstill_jax.data.templates import TemplateConfig
+from dstill_jax.data.templates import ChatTemplate, TemplateConfig
 from dstill_jax.distill.config import CurriculumConfig, StageOneConfig, StageTwoConfig, dflash_baseline
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
@@ -63,7 +63,7 @@ def smollm2_scale(minutes: float) -> Scale:
     """SmolLM2-135M-Instruct on two CPU cores."""
     return Scale(
         shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29)),
-        rows=max(32, min(900, round(27 * minutes))),
+        rows=max(32, min(800, round(24 * minutes))),
         held_out=max(4, min(100, round(minutes))),
         timed=3 if minutes < 60 else 12,
         prompt_tokens=104,
@@ -119,7 +119,7 @@ def demo(target_name: str, minutes: float | None = None, out: str | None = None,
     folder = Path(out or f".demo/{target_name}-{minutes:g}min")
     folder.mkdir(parents=True, exist_ok=True)
     _say(f"1/4 target and prompts ({target_name})")
-    source, train_rows, held_out = _material(target_name, folder)
+    source, train_rows, held_out = _material(target_name, scale, folder)
     _say(f"2/4 the target answers {scale.rows} prompts")
     data = _answers(scale, source, train_rows, folder)
     target = load_target(source)
@@ -140,8 +140,8 @@ _STEPS_OF = {
 }
 
 
-def _material(target_name: str, folder: Path) -> tuple[str, Path, list[Any]]:
-    """The target's folder, a file of training prompts, and the held-out rows."""
+def _material(target_name: str, scale: Scale, folder: Path) -> tuple[str, Path, list[Any]]:
+    """The target's folder, a file of training prompts that are short enough, and such held-out rows."""
     source = fetch(target_name, report=_say)
     train_file = folder / "prompts_train.jsonl"
     if target_name == "tiny":
@@ -150,10 +150,17 @@ def _material(target_name: str, folder: Path) -> tuple[str, Path, list[Any]]:
             source / "prompts_train.jsonl",
             read_rows(PromptSource(str(source / "prompts_heldout.jsonl"))),
         )
-    train, held_out = gsm8k_split(read_jsonl(fetch("gsm8k", report=_say)))
-    for path, rows in ((train_file, train), (folder / "prompts_heldout.jsonl", held_out)):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(source), train_file, read_rows(PromptSource(str(folder / "prompts_heldout.jsonl")))
+    held_out_file = folder / "prompts_heldout.jsonl"
+    template = ChatTemplate(describe_target(source).tokenizer, TemplateConfig(style=scale.style))
+    for path, rows in zip(
+        (train_file, held_out_file), gsm8k_split(read_jsonl(fetch("gsm8k", report=_say))), strict=True
+    ):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        path.write_text("".join(lines), encoding="utf-8")
+        lengths = [len(template.prompt_ids(row)) for row in read_rows(PromptSource(str(path)))]
+        short = [line for line, n in zip(lines, lengths, strict=True) if n <= scale.prompt_tokens]
+        path.write_text("".join(short), encoding="utf-8")
+    return str(source), train_file, read_rows(PromptSource(str(held_out_file)))
 
 
 def _answers(scale: Scale, source: str, prompts: Path, folder: Path) -> Path:
