@@ -5,6 +5,20 @@ Command:  dstill train configs/qwen3_8b_stage1.py
 Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
           result is claimed here. Planned (compiled, not run) with `dstill plan configs/qwen3_8b_stage1.py --slice ...`:
 
+plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
+  stage1 of Qwen/Qwen3-8B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk 64
+  fits: 7.41 GB of 17.18 GB per device
+  bytes per device: arguments 2.15 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 5.15 GB, program 111.20
+    MB
+    arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB, batch
+      39.94 kB
+  per device and step: 148.3 TFLOP, HBM 635.35 GB, ICI 33.33 GB, DCN 0 B (10849888 ICI bytes a token)
+    all-gather            490 x over   16 devices (ici): 21.28 GB
+    all-reduce            172 x over   16 devices (ici): 11.96 GB
+    all-to-all              2 x over   16 devices (ici): 86.51 MB
+  step takes at least: compute 753 ms, hbm 776 ms, ici 167 ms -> bound by hbm
+  at most: MFU 77% (compute alone 79%), 63,360 tokens/s, 10,560 anchors/s; 800k samples take at least 0.45 days
+
 plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-8B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk 64
   fits: 6.58 GB of 102.01 GB per device
