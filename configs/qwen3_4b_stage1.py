@@ -3,9 +3,8 @@
 Before:   dstill prepare --target Qwen/Qwen3-4B --prompts YOUR.jsonl --out runs/qwen3_4b/data --dtype bfloat16
 Command:  dstill train configs/qwen3_4b_stage1.py
 Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
-          result is claimed here. Planned (compiled, not run) with `dstill plan configs/qwen3_4b_stage1.py --slice ...`:
-
-(not printed here yet: the command compiles it in some minutes)
+          result is claimed here. `dstill plan configs/qwen3_4b_stage1.py --slice v5e-16` says whether it
+          fits; nobody has compiled it yet.
 """
 
 import dataclasses
