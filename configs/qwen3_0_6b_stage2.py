@@ -1,10 +1,8 @@
 """Stage 2 for Qwen3-0.6B: distil the stage-1 drafter's fifteen left-to-right passes into one (DStill).
 
 Command:  dstill train configs/qwen3_0_6b_stage2.py        (after configs/qwen3_0_6b_stage1.py)
-Hardware: as stage 1. Not run yet: no result is claimed here. Planned (compiled, not run) with
-          `dstill plan configs/qwen3_0_6b_stage2.py --slice ...`:
-
-(not printed here yet: the command compiles it in some minutes)
+Hardware: as stage 1. Not run yet: no result is claimed here.
+          `dstill plan configs/qwen3_0_6b_stage2.py --slice v5e-16` says whether it fits; nobody has compiled it yet.
 """
 
 import dataclasses
