@@ -4,6 +4,7 @@ The host side of decoding, used by `generate`, evaluation and data generation. A
 request to the last; only lengths change, so nothing recompiles.
 """
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -197,6 +198,8 @@ class Session:
         self.spec = DecodeSpec.make(
             target.config, None if drafter is None else drafter.config, proposer, sampling, record_taps
         )
+        # Nothing is proposed while a prompt is read: methods that share a drafter share the compiled prefill.
+        self._prefill_spec = dataclasses.replace(self.spec, proposer=Autoregressive())
         drafter_params, draft_head = (None, None) if drafter is None else _draft_weights(target, drafter)
         self.weights = Weights(
             target.params,
@@ -215,7 +218,9 @@ class Session:
         row = init_state(self.spec, self.weights, 1, n)
         tokens, length = np.asarray(self.shared_prefix, np.int32)[None], np.full(1, n, np.int32)
         key = np.zeros((1, 2), np.uint32)
-        return prefill(self.spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key, n)
+        return prefill(
+            self._prefill_spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key, n
+        )
 
     def start(self, state: DecodeState, rows: Sequence[int], requests: Sequence[Request], width: int) -> DecodeState:
         """Prefills `requests` into `rows`; `width` >= len(requests) is the compiled number of rows."""
@@ -232,7 +237,8 @@ class Session:
             keys[i], places[i] = request.key_data(), row
         together = _PREFILL_TOKENS_CPU if jax.default_backend() == "cpu" else _PREFILL_TOKENS
         chunk = min(N, max(_BUCKET, together // P))
-        state = prefill(self.spec, self.weights, state, self._prefix, places, prompts, lengths, limits, keys, chunk)
+        arrays = (places, prompts, lengths, limits, keys)
+        state = prefill(self._prefill_spec, self.weights, state, self._prefix, *arrays, chunk)
         state.length.block_until_ready()
         self.clock.prefill += time.perf_counter() - began
         return state

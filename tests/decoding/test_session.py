@@ -102,6 +102,9 @@ def test_nothing_compiles_after_the_first_request(target, drafter):
         done = run(session(temperature, max_new_tokens=17, stop_token_ids=[1, 2]), requests(20))
         assert len(done) == 20
     assert sizes() == warm
+    shorter = Session(target, drafter=drafter, method="dflash", draft_tokens=2, sampling=SamplingConfig(1.0), **SHAPE)
+    run(shorter, requests(2))
+    assert sizes() == (warm[0], warm[1] + 1)  # another number of drafted tokens: another round, the same prefill
 
 
 def lookup_by_loop(text: list[int], width: int, max_ngram: int) -> list[int]:
