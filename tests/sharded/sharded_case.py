@@ -28,6 +28,7 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Memory
+from dstill_jax.models.layers import store_input_first
 from dstill_jax.runs import RunConfig, loss_function
 from dstill_jax.sharding import MeshConfig, batch_sharding, build_mesh, tree_shardings
 from dstill_jax.training import OptimizerConfig, TrainConfig, build_optimizer, init_state, make_train_step
@@ -208,7 +209,7 @@ def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
 
     model = random_target(**SHAPE)
     load.save_target(folder, model.config, model.params)
-    whole = load.load_target(folder, "float32", stacked).params
+    whole = store_input_first(load.load_target(folder, "float32", stacked).params)
     read, plain = [], WeightFiles.read_slice
 
     def counting(self, name, rows, columns=None):
