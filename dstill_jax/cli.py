@@ -11,7 +11,7 @@ from dstill_jax.errors import UserError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     _set_environment()
     try:
         from dstill_jax import commands
@@ -51,6 +51,17 @@ class _OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str):  # type: ignore[override]
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes FIELD=VALUE only directly behind the config; here they may stand after options, too."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

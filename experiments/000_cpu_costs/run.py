@@ -86,7 +86,7 @@ def generation_rate(source: str) -> dict[str, float]:
                 target=source,
                 source=PromptSource(str(prompts)),
                 out=f"{folder}/out",
-                max_prompt_tokens=104,
+                max_prompt_tokens=256,  # all of them fit: two full batches a worker
                 max_new_tokens=192,
                 batch_size=64,
                 workers=2,
