@@ -12,28 +12,16 @@ Other choices, as overrides:
   no curriculum        objective.curriculum.kind=full
 """
 
-import dataclasses
 import runpy
 from pathlib import Path
 
 from dstill_jax.distill.config import CurriculumConfig, StageTwoConfig
 from dstill_jax.losses.config import LossConfig, TermWeights
+from dstill_jax.runs import stage_two_of
 
 _STAGE1 = runpy.run_path(str(Path(__file__).with_name("smollm2_stage1.py")))
 _LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=0.5, data_ce=0.5), gamma=4.0)
+_OBJECTIVE = StageTwoConfig(_LOSS, CurriculumConfig(fraction=0.15))
 
-
-def _distil(config, out: str, steps: int):
-    return dataclasses.replace(
-        config,
-        objective=StageTwoConfig(_LOSS, CurriculumConfig(fraction=0.15)),
-        out=out,
-        new=None,
-        start_from=f"{config.out}/drafter",
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=config.optimizer.learning_rate / 2),
-        train=dataclasses.replace(config.train, total_steps=steps),
-    )
-
-
-CONFIG = _distil(_STAGE1["CONFIG"], "runs/smollm2/stage2", 4000)
-TINY = _distil(_STAGE1["TINY"], "runs/tiny/stage2", 100)
+CONFIG = stage_two_of(_STAGE1["CONFIG"], _OBJECTIVE, "runs/smollm2/stage2", 4000)
+TINY = stage_two_of(_STAGE1["TINY"], _OBJECTIVE, "runs/tiny/stage2", 100)

@@ -158,6 +158,19 @@ def run_stage(
     return folder
 
 
+def stage_two_of(config: RunConfig, objective: StageTwoConfig, out: str, steps: int) -> RunConfig:
+    """The run that goes on from a stage-1 run's drafter: same target, data and batches, half the learning rate."""
+    return dataclasses.replace(
+        config,
+        objective=objective,
+        out=out,
+        new=None,
+        start_from=f"{config.out}/drafter",
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=config.optimizer.learning_rate / 2),
+        train=dataclasses.replace(config.train, total_steps=steps),
+    )
+
+
 def describe(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON values, less what may differ when a run is continued (its folder, its devices)."""
     values = dataclasses.asdict(config)
