@@ -28,7 +28,7 @@ CONFIG = RunConfig(
     optimizer=OptimizerConfig(learning_rate=1e-3),
     train=TrainConfig(total_steps=10_000),
     batches=PipelineConfig(seq_len=256, batch_size=4),
-    new=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29)),
+    new=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(28, 29)),
     anchors_per_row=16,
     vocabulary=4096,
     compute_dtype="float32",

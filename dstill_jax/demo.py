@@ -62,7 +62,7 @@ class Scale:
 def smollm2_scale(minutes: float) -> Scale:
     """SmolLM2-135M-Instruct on two CPU cores."""
     return Scale(
-        shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29)),
+        shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(28, 29)),
         rows=max(32, min(800, round(24 * minutes))),
         held_out=max(4, min(100, round(minutes))),
         timed=3 if minutes < 60 else 12,

@@ -122,7 +122,8 @@ def run_stage(
     out = Path(config.out)
     mesh = None if config.mesh.size == 1 else build_mesh(config.mesh)
     target = target or load_target(config.target, dtype=config.compute_dtype, mesh=mesh)
-    drafter, trainable = _begin(config, target, mesh)
+    begun = None if config.start_from is None else load_drafter(config.start_from, target, mesh=mesh)
+    drafter = config.new.build(target.config) if begun is None else begun.config  # type: ignore[union-attr]
     for model in (target.config, drafter):
         check_model_divides(config.mesh, model)
     dataset = ConversationDataset(config.data)
@@ -131,8 +132,8 @@ def run_stage(
     if report is not None:
         report(pipeline.summary.describe())
     scale = _tap_scale(dataset, drafter, target)
-    if config.start_from is not None:  # a finished drafter reads raw taps
-        trainable = fold_tap_scale(trainable, 1.0 / jnp.asarray(scale))
+    params = _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params
+    trainable = fold_tap_scale(params, 1.0 / jnp.asarray(scale))  # in training the scale is apart
     frozen = _freeze(config, target, drafter, dataset, scale, live, mesh)
     placing = {}
     if mesh is not None:
@@ -150,10 +151,10 @@ def run_stage(
         on_step,
         **placing,
     )
-    params = fold_tap_scale(state["ema"], frozen.tap_scale)
+    finished = fold_tap_scale(state["ema"], frozen.tap_scale)
     vocabulary = None if frozen.vocabulary is None else tuple(np.asarray(frozen.vocabulary).tolist())
     folder = out / "drafter"
-    trained = Drafter(drafter, params, str(folder), target.fingerprint, vocabulary)
+    trained = Drafter(drafter, finished, str(folder), target.fingerprint, vocabulary)
     save_drafter(folder, trained, target.config, dtype="float32")
     return folder
 
@@ -179,18 +180,16 @@ def describe(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def _begin(config: RunConfig, target: Target, mesh: Mesh | None) -> tuple[DrafterConfig, Params]:
-    if config.start_from is not None:
-        loaded = load_drafter(config.start_from, target, mesh=mesh)
-        return loaded.config, loaded.params
+def _new_params(
+    config: RunConfig, drafter: DrafterConfig, target: Target, scale: np.ndarray, mesh: Mesh | None
+) -> Params:
     assert config.new is not None
-    drafter = config.new.build(target.config)
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
     create = functools.partial(initialise.new_params, config.new, drafter, target.config)
     if mesh is None:
-        return drafter, create(target.params, key)
-    places = tree_shardings(jax.eval_shape(create, target.params, key), mesh)
-    return drafter, jax.jit(create, out_shardings=places)(target.params, key)
+        return create(target.params, key, scale)
+    places = tree_shardings(jax.eval_shape(create, target.params, key, scale), mesh)
+    return jax.jit(create, out_shardings=places)(target.params, key, scale)
 
 
 def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:

@@ -89,20 +89,39 @@ def training_vocabulary(token_lists: Sequence[np.ndarray], vocab_size: int, size
 
 
 def new_params(
-    shape: DrafterShape, config: DrafterConfig, target: TargetConfig, target_params: Params, key: Array
+    shape: DrafterShape,
+    config: DrafterConfig,
+    target: TargetConfig,
+    target_params: Params,
+    key: Array,
+    tap_scale: Float[Array, "T*D"] | None = None,
 ) -> Params:
-    """First parameters, acting on *scaled* taps. Random, or with layers copied from the target."""
+    """First parameters, acting on raw taps: random, or with layers copied from the target.
+
+    A copied layer finds its own context again if what it read in the target, the output of the layer below, is a tap:
+    `fc` then starts by passing that tap through, `hidden_norm` as the layer's own input norm, and the layer's context
+    keys and values are those of the target from the first step. The lowest such layer is served.
+
+    Args:
+      tap_scale: 1 / standard deviation of each tapped dimension, see `tap_scale`; None: taps of unit variance.
+    """
     params = drafter_lib.init_params(config, key)
     width = config.num_taps * config.hidden_size
+    scale = jnp.ones(width) if tap_scale is None else jnp.asarray(tap_scale)
     # Scaled taps have unit variance: keep the projection's output there too.
-    fc = jax.random.normal(jax.random.fold_in(key, 1), (width, config.hidden_size)) * width**-0.5
-    params = {**params, "fc": {"kernel": fc}}
+    fc = jax.random.normal(jax.random.fold_in(key, 1), (width, config.hidden_size)) * width**-0.5 * scale[:, None]
     if shape.init_from_layers is None:
-        return params
+        return {**params, "fc": {"kernel": fc}}
     unrolled = target_lib.unstack_layers(target_params) if target_lib.is_stacked(target_params) else target_params
     for i, layer in enumerate(shape.init_from_layers):
         params[f"layers_{i}"] = _as_draft_layer(config, target, unrolled[f"layers_{layer}"], params[f"layers_{i}"])
-    return {**params, "norm": jax.tree.map(_float32, unrolled["norm"])}
+    params["norm"] = jax.tree.map(_float32, unrolled["norm"])
+    served = [layer for layer in shape.init_from_layers if layer - 1 in config.target_layer_ids]
+    if served:
+        first = config.target_layer_ids.index(served[0] - 1) * config.hidden_size
+        fc = jnp.zeros_like(fc).at[first : first + config.hidden_size].set(jnp.eye(config.hidden_size))
+        params["hidden_norm"] = jax.tree.map(_float32, unrolled[f"layers_{served[0]}"]["input_layernorm"])
+    return {**params, "fc": {"kernel": fc}}
 
 
 def _float32(x: Array) -> Array:

@@ -38,7 +38,7 @@ from dstill_jax.models.target import Target
 from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_target
 
-SHAPE = DrafterShape(mask_token_id=16, num_layers=2, block_size=16, init_from_layers=(27, 29))
+SHAPE = DrafterShape(mask_token_id=16, num_layers=2, block_size=16, init_from_layers=(28, 29))
 
 
 def decode_costs(target: Target, prompts: list[list[int]]) -> dict[str, float]:

@@ -28,7 +28,7 @@ SAMPLING = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.95}, {"tempera
 def material():
     target = load_target(fetch("smollm2"))
     prompts = [p for p in render(target, read_prompts("gsm8k", 40), raw=False) if len(p) <= 96][:14]
-    shape = DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(27, 29))
+    shape = DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(28, 29))
     config = shape.build(target.config)
     params = new_params(shape, config, target.config, target.params, jax.random.key(0))
     return target, prompts, Drafter(config, params)
