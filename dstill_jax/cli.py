@@ -141,7 +141,7 @@ def _eval(commands) -> None:
     _pair(sub)
     sub.add_argument("--prompts", required=True, help="JSONL, gsm8k (held-out rows only) or humaneval")
     sub.add_argument("--limit", type=int, default=64, help="prompts to take")
-    sub.add_argument("--timed", type=int, default=8, help="prompts decoded one at a time as well, for the speeds")
+    sub.add_argument("--timed", type=int, default=8, help="prompts decoded one at a time, for the speeds")
     sub.add_argument("--raw", action="store_true", help="no chat template")
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--drafted", type=int, nargs="+", help="drafted lengths to measure; default: 3 and block_size - 1")

@@ -29,6 +29,7 @@ from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.weights.embedded import fetch, gsm8k_split, read_jsonl
 from dstill_jax.weights.load import describe_target, load_drafter, load_target
 
+_TIMED = 20  # held-out prompts decoded one at a time, for the speeds; more than these are decoded in batches
 STAGE_ONE_SHARE = 0.6  # of the steps of the baseline; stage 2, or its control, gets the rest
 
 
@@ -39,7 +40,6 @@ class Scale:
     shape: DrafterShape
     rows: int  # training prompts, answered by the target
     held_out: int  # prompts of the table
-    timed: int  # of them, decoded one at a time as well, for the speeds
     prompt_tokens: int
     new_tokens: int  # of each training answer
     decoded: int  # new tokens of each held-out prompt
@@ -64,13 +64,12 @@ def smollm2_scale(minutes: float) -> Scale:
     return Scale(
         shape=DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(28, 29)),
         rows=max(32, min(800, round(24 * minutes))),
-        held_out=max(4, min(100, round(minutes))),
-        timed=3 if minutes < 60 else 12,
+        held_out=max(4, min(100, round(1.25 * minutes))),
         prompt_tokens=104,
         new_tokens=128,
-        decoded=96,
+        decoded=64,
         temperature=0.0,
-        steps=max(10, round(34 * minutes)),
+        steps=max(10, round(39 * minutes)),
         rows_per_step=2,
         anchors_per_row=32,
         vocabulary=4096,
@@ -85,7 +84,6 @@ def tiny_scale(minutes: float) -> Scale:
         shape=DrafterShape(mask_token_id=2, num_layers=2, block_size=8, target_layer_ids=(0, 1, 2)),
         rows=max(32, round(256 * minutes)),
         held_out=max(4, round(16 * minutes)),
-        timed=3,
         prompt_tokens=80,
         new_tokens=96,
         decoded=64,
@@ -244,7 +242,7 @@ def _table(
             target,
             _arms(scale, target, runs),
             prompts,
-            EvaluationConfig(scale.decoded, scale.temperature, seed=7, timed_prompts=scale.timed),
+            EvaluationConfig(scale.decoded, scale.temperature, seed=7, timed_prompts=_TIMED),
             prompts_name=f"{'GSM8K (its test file)' if target_name == 'smollm2' else 'standard library'}, held-out split",
             thinking="off",
             command=command,

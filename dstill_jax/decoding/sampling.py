@@ -58,10 +58,16 @@ def filter_logits(logits: Float[Array, "*batch V"], draw: Draw) -> Float[Array, 
     Nothing is sorted: the lowest logit to keep is found bit by bit, each bit a sum over the vocabulary.
     """
     logits = logits + 0.0  # -0 and 0 are one number
-    kept = jnp.where(_reaching(logits, jnp.ones_like(logits), draw.top_k), logits, -jnp.inf)
-    # Rounding must not cut the tail when nothing is to be cut.
-    enough = jnp.where(draw.top_p < 1, draw.top_p, jnp.inf)
-    return jnp.where(_reaching(kept, jax.nn.softmax(kept, axis=-1), enough), kept, -jnp.inf)
+
+    def keep_k(x: Array) -> Array:
+        return jnp.where(_reaching(x, jnp.ones_like(x), draw.top_k), x, -jnp.inf)
+
+    def keep_p(x: Array) -> Array:
+        return jnp.where(_reaching(x, jax.nn.softmax(x, axis=-1), draw.top_p), x, -jnp.inf)
+
+    # A filter that is off costs nothing, and rounding cannot cut a tail when nothing is to be cut.
+    logits = jax.lax.cond(draw.top_k < logits.shape[-1], keep_k, lambda x: x, logits)
+    return jax.lax.cond(draw.top_p < 1, keep_p, lambda x: x, logits)
 
 
 def _reaching(

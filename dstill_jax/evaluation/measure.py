@@ -1,8 +1,8 @@
 """Runs decoding methods over prompts and records what the tables need. Called by `dstill eval` and the demo.
 
-What is accepted does not depend on batch mates, so all prompts are decoded in batches. Time does: the first few prompts
-are decoded again one at a time, all arms interleaved prompt by prompt in one process, so that a machine that gets slower
-gets slower for all of them.
+What is accepted does not depend on batch mates; time does. Prompts to be timed are decoded one at a time, all arms
+interleaved prompt by prompt in one process, so that a machine that gets slower gets slower for all of them; the others
+are decoded in batches.
 """
 
 import os
@@ -47,7 +47,7 @@ class EvaluationConfig:
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None  # None: the target's own
     batch_size: int = 16  # prompts decoded at once where nothing is timed
-    timed_prompts: int | None = None  # prompts decoded one at a time as well, and timed; None: all
+    timed_prompts: int | None = None  # the first prompts, decoded one at a time and timed; None: all
 
 
 def measure(
@@ -72,23 +72,28 @@ def measure(
     if len({arm.name for arm in arms}) != len(arms):
         raise UserError(f"arms need names of their own, got {[arm.name for arm in arms]}")
     timed = len(prompts) if config.timed_prompts is None else min(config.timed_prompts, len(prompts))
-    steps = _Steps(len(arms) * (len(prompts) + timed), report)
+    steps = _Steps(len(arms) * len(prompts), report)
     requests = [Request(i, tokens, config.seed) for i, tokens in enumerate(prompts)]
-    sessions = [_session(target, arm, prompts, config, 1) for arm in arms]
     completions = [
-        _decode_all(_session(target, arm, prompts, config, config.batch_size), requests, steps) for arm in arms
+        _decode_all(_session(target, arm, prompts, config, config.batch_size), requests[timed:], steps)
+        if timed < len(prompts)
+        else []
+        for arm in arms
     ]
-    for session in sessions if timed else ():
-        _decode(session, requests[0], rounds=1)  # compiles; the number of rounds is not part of the program
-    seconds: list[list[float]] = [[] for _ in arms]
-    for request in requests[:timed]:
-        for k, session in enumerate(sessions):
-            seconds[k].append(_decode(session, request))
-            steps.done()
+    sessions = [_session(target, arm, prompts, config, 1) for arm in arms]
+    alone: list[list[tuple[Completion, float]]] = [[] for _ in arms]
+    if timed:
+        for session in sessions:
+            _decode(session, requests[0], rounds=1)  # compiles; the number of rounds is not part of the program
+        for request in requests[:timed]:
+            for k, session in enumerate(sessions):
+                alone[k].append(_decode(session, request))
+                steps.done()
+    completions = [[c for c, _ in mine] + rest for mine, rest in zip(alone, completions, strict=True)]
     prompts_hash = hash_prompts(prompts)
     results = tuple(
-        _result(arm, session, prompts_hash, done, took or None, config.temperature)
-        for arm, session, done, took in zip(arms, sessions, completions, seconds, strict=True)
+        _result(arm, session, prompts_hash, done, [s for _, s in mine] or None, config.temperature)
+        for arm, session, done, mine in zip(arms, sessions, completions, alone, strict=True)
     )
     metadata = EvaluationMetadata(
         target=target.source.rstrip("/").rsplit("/", 1)[-1],
@@ -167,12 +172,14 @@ def _decode_all(session: Session, requests: Sequence[Request], steps: _Steps) ->
     return [done[request.id] for request in requests]
 
 
-def _decode(session: Session, request: Request, rounds: int | None = None) -> float:
-    """Decode seconds of one prompt: after its prefill, all rounds (or the first few) in one call on the device."""
+def _decode(session: Session, request: Request, rounds: int | None = None) -> tuple[Completion, float]:
+    """One prompt alone, and its decode seconds: after the prefill, all rounds (or the first few) in one call."""
+    session.check(request)
     state = session.start(session.idle(), [0], [request], 1)
     began = time.perf_counter()
-    session.advance(state, rounds or session.max_new_tokens)
-    return time.perf_counter() - began
+    state = session.advance(state, rounds or session.max_new_tokens)
+    seconds = time.perf_counter() - began
+    return session.completion(state, 0, request), seconds
 
 
 def _result(

@@ -46,12 +46,9 @@ def test_every_method_and_batch_emits_the_tokens_of_plain_decoding(material, sam
             compared += 1
             if tokens != plain[i]:
                 different.append((method, extra, i, len(prompts)))
-        # Alone: the first prompts keep their place in the list, hence their noise.
-        for count in (1, 2):
-            for i, tokens in enumerate(generate(target, prompts[:count], method, drafter, **options, **extra).tokens):
-                compared += 1
-                if tokens != plain[i]:
-                    different.append((method, extra, i, count))
-    assert compared == len(METHODS) * (len(prompts) + 3)  # 85 at each temperature
+        compared += 1
+        if generate(target, prompts[:1], method, drafter, **options, **extra).tokens[0] != plain[0]:
+            different.append((method, extra, 0, 1))
+    assert compared == len(METHODS) * (len(prompts) + 1)  # 75 at each temperature
     assert not different
     assert len({tuple(np.asarray(t)) for t in plain}) > len(prompts) // 2  # the prompts do not all say the same
