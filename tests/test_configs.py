@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dstill_jax.cli import main
 from dstill_jax.commands import load_config, load_runs
 from dstill_jax.distill.config import StageTwoConfig
 from dstill_jax.errors import UserError
+from dstill_jax.runs import RunConfig
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
@@ -60,3 +62,21 @@ def test_halving_runs_are_tied_to_each_other() -> None:
             load_runs(path, "CONFIG", [override])
     with pytest.raises(UserError, match="2 runs, and one is wanted"):
         load_config(path, "CONFIG", [])
+
+
+def test_train_goes_through_the_runs_of_a_file_in_turn(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    started: list[RunConfig] = []
+
+    def run_stage(config: RunConfig, **_: object) -> Path:
+        started.append(config)
+        return Path(config.out) / "drafter"
+
+    monkeypatch.setattr("dstill_jax.runs.run_stage", run_stage)
+    monkeypatch.setattr("dstill_jax.commands.resolve_target", lambda name: f"where/{name}/is")
+    path = str(FILES[0].with_name("smollm2_halving.py"))
+    assert main(["train", path, "--tiny"]) == 0
+    assert [(run.out, run.target) for run in started] == [
+        ("runs/tiny/halving/round1", "where/tiny/is"),
+        ("runs/tiny/halving/round2", "where/tiny/is"),
+    ]
+    assert capsys.readouterr().out.splitlines() == [f"{run.out}/drafter" for run in started]

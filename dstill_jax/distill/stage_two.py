@@ -25,10 +25,10 @@ def stage_two_loss(
     progress: Float[Array, ""],
 ) -> tuple[Array, Array, Metrics]:
     """(loss sum, weight, metrics) of one batch; `frozen.teacher` is the stage-1 drafter, or the round before."""
-    anchor_key, state_key = jax.random.split(key)
-    data = conditioning.condition(task, frozen, batch, anchor_key)
     passes = config.passes or task.drafter.block_size - 1
     config.check_passes(passes)
+    anchor_key, state_key = jax.random.split(key)
+    data = conditioning.condition(task, frozen, batch, anchor_key)
     of_teacher: Params = frozen.teacher  # type: ignore[assignment]
     teacher_context = conditioning.project(task, of_teacher, data)
     teacher = teacher_trajectory(

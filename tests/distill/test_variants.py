@@ -194,6 +194,7 @@ def test_gradients_reach_the_student_only_and_are_finite(case):
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(teacher))
 
 
+@pytest.mark.slow
 def test_its_own_later_state_is_held_fixed(case):
     """A student compared with itself has the gradient of one compared with a frozen copy of itself."""
     function = jax.jit(gradients, static_argnums=(0, 1))
