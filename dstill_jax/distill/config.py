@@ -75,10 +75,11 @@ class StageTwoConfig:
         check_order(self.order, 1 if self.passes is None else self.passes)
         if self.student_passes < 1:
             raise UserError(f"StageTwoConfig.student_passes={self.student_passes} must be at least 1")
-        if self.loss.first.consistency_kl and self.order == "left_to_right":
+        if self.loss.first.consistency_kl and self.order in ("left_to_right", "prefix"):
             raise UserError(
-                f"LossConfig.first.consistency_kl={self.loss.first.consistency_kl} would never count: from left to right"
-                " slot 1 is committed by the first pass; set rest.consistency_kl, or another StageTwoConfig.order"
+                f"LossConfig.first.consistency_kl={self.loss.first.consistency_kl} would never count: with"
+                f" StageTwoConfig.order={self.order!r} the first pass commits slot 1; set rest.consistency_kl, or"
+                " order='confidence'"
             )
         if self.passes is not None:
             self.check_passes(self.passes)
