@@ -5,11 +5,7 @@ Hardware: any; on two CPU cores a step takes about twice a stage-1 step.
 Expected: see the table of `dstill demo` in the README (arm A4 against A1c). This longer one has not been run yet.
 
 Slot 1 keeps the text's own token; later slots follow the teacher's distribution at the moment it committed them.
-Other choices, as overrides:
-  hard tokens          objective.loss.rest.teacher_kl=0 objective.loss.rest.hard_ce=1
-  after the error only objective.loss.teacher_slots=after_error objective.loss.data_slots=until_error
-  confidence teacher   objective.order=confidence objective.passes=4
-  no curriculum        objective.curriculum.kind=full
+Other choices are overrides: docs/distillation.md lists them.
 """
 
 import runpy

@@ -197,7 +197,9 @@ def _method_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--draft-tokens", type=int, help="tokens drafted in a round")
     sub.add_argument("--passes", type=int, help="refine: passes over a block")
     sub.add_argument(
-        "--order", choices=("confidence", "quota", "left_to_right"), help="refine: which slots a pass commits"
+        "--order",
+        choices=("confidence", "quota", "prefix", "left_to_right"),
+        help="refine: which slots a pass commits",
     )
     sub.add_argument("--threshold", type=float, help="refine: confidence that commits a slot at once")
     sub.add_argument("--max-ngram", type=int, help="lookup: longest n-gram")

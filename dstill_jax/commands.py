@@ -63,10 +63,11 @@ def run_train(args: argparse.Namespace) -> int:
     from dstill_jax.runs import run_stage
     from dstill_jax.training.interrupt import Interrupted
 
-    config = load_config(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
-    config = dataclasses.replace(config, target=resolve_target(config.target))
+    runs = load_runs(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
+    target = resolve_target(runs[0].target)
     try:
-        print(run_stage(config, report=_say))
+        for config in runs:
+            print(run_stage(dataclasses.replace(config, target=target), report=_say))
     except Interrupted as stop:
         _say(str(stop))
         return 0 if stop.signum == 15 else 128 + stop.signum
@@ -267,9 +268,22 @@ def render(target: Any, rows: Sequence[Any], *, raw: bool, thinking: bool = Fals
 
 
 def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:
-    """The RunConfig that a Python file exports under `name`, with FIELD=VALUE overrides applied.
+    """The one RunConfig that a Python file exports under `name`; otherwise as `load_runs`."""
+    runs = load_runs(path, name, overrides)
+    if len(runs) > 1:
+        raise UserError(f"{path}: {name} is {len(runs)} runs, and one is wanted; give a file that exports a single run")
+    return runs[0]
 
-    Raises UserError for a missing or failing file, an unknown field and a value that does not parse.
+
+_TIED = ("out", "new", "start_from", "teacher", "objective.passes", "objective.student_passes")
+"""What makes several runs a series: an override, which reaches all of them, would cut it."""
+
+
+def load_runs(path: str, name: str, overrides: Sequence[str]) -> tuple[Any, ...]:
+    """The runs that a Python file exports under `name`, a RunConfig or a tuple of them, with FIELD=VALUE overrides.
+
+    Raises UserError for a missing or failing file, an unknown field and a value that does not parse, and for an
+    override of what ties the runs of a tuple together.
     """
     from dstill_jax.runs import RunConfig, override
 
@@ -281,9 +295,16 @@ def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:
         raise UserError(f"{path}: {error}") from None
     except Exception as error:
         raise UserError(f"{path} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(exported.get(name), RunConfig):
-        raise UserError(f"{path} must export {name} as a dstill_jax.runs.RunConfig")
-    return override(exported[name], overrides)
+    found = exported.get(name)
+    runs = found if isinstance(found, tuple) else (found,)
+    if not runs or not all(isinstance(run, RunConfig) for run in runs):
+        raise UserError(
+            f"{path} must export {name} as a dstill_jax.runs.RunConfig, or as a tuple of them to be run in turn"
+        )
+    tied = [field for field in (o.partition("=")[0] for o in overrides) if len(runs) > 1 and field.startswith(_TIED)]
+    if tied:
+        raise UserError(f"{path}: {tied[0]} ties the {len(runs)} runs of {name} together; change it in the file")
+    return tuple(override(run, overrides) for run in runs)
 
 
 class progress:

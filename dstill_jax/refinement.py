@@ -14,11 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax.errors import UserError
 
-CommitOrder = Literal["confidence", "quota", "left_to_right"]
+CommitOrder = Literal["confidence", "quota", "prefix", "left_to_right"]
 """Which slots a pass commits.
 
 confidence: every slot at least `threshold` sure, and never fewer than the quota.
 quota: the surest ceil(remaining / passes left) slots.
+prefix: from the left, every slot up to which the block is at least `threshold` sure as a whole (the product of the
+    confidences of its open slots), and never fewer than the quota: what a verifier would accept.
 left_to_right: the next ceil(remaining / passes left) slots, in order; with K - 1 passes this is the quality ceiling.
 """
 
@@ -116,9 +118,10 @@ def refine(
         out = hidden_fn(trajectory.tokens, slots)
         chosen, sure = choose_fn(out, slots)
         full = _commit(trajectory, jnp.arange(1, K), chosen, sure, out, number)
-        now = select_commits(
-            full.confidence, open_slots, passes - number + 1, threshold if order == "confidence" else None
-        )
+        sure = full.confidence
+        if order == "prefix":  # never rises from left to right, so the surest slots are the leftmost ones
+            sure = jnp.cumprod(jnp.where(open_slots, sure, 1.0), axis=-1)
+        now = select_commits(sure, open_slots, passes - number + 1, None if order == "quota" else threshold)
         merged = jax.tree.map(
             lambda new, old: jnp.where(now[..., None] if new.ndim == 4 else now, new, old), full, trajectory
         )

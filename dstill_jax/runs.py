@@ -172,6 +172,37 @@ def stage_two_of(config: RunConfig, objective: StageTwoConfig, out: str, steps: 
     )
 
 
+def refreshed_runs(config: RunConfig, student_passes: Sequence[int]) -> tuple[RunConfig, ...]:
+    """Stage 2 several times over: each run's student (its averaged weights) is teacher and start of the next.
+
+    `(2, 1)` after a teacher of 4 passes halves them, 4 -> 2 -> 1 (SDTT, arXiv 2410.21035); `(1, 1)` distils the full
+    trajectories of the first student once more. Run them in order, `for run in runs: run_stage(run)`: a finished one is
+    found complete, a stopped one goes on.
+
+    Args:
+      config: the first run; run i writes to `out/round<i>`, with the same steps and learning rate each.
+      student_passes: that each run leaves to its student, and its successor's teacher takes (all of
+        `objective.passes` again when that is 1).
+
+    Raises UserError for a run of stage 1, and for a round that leaves no fewer passes than its teacher takes.
+    """
+    if not isinstance(config.objective, StageTwoConfig) or not student_passes:
+        raise UserError(
+            f"refreshed_runs needs a stage-2 run and the passes of each round, got a {config.stage} run and"
+            f" student_passes={tuple(student_passes)}; give it e.g. stage_two_of(...) and (2, 1)"
+        )
+    runs: list[RunConfig] = []
+    passes = config.objective.passes
+    for number, left in enumerate(student_passes, start=1):
+        objective = dataclasses.replace(config.objective, passes=passes, student_passes=left)
+        run = dataclasses.replace(config, objective=objective, out=f"{config.out}/round{number}")
+        if runs:
+            run = dataclasses.replace(run, new=None, teacher=None, start_from=f"{runs[-1].out}/drafter")
+        runs.append(run)
+        passes = left if left > 1 else config.objective.passes
+    return tuple(runs)
+
+
 def describe(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON values, less what may differ when a run is continued (its folder, its devices)."""
     values = dataclasses.asdict(config)

@@ -150,6 +150,8 @@ MISTAKES = {
     "training config without CONFIG": (lambda: write("config.py", "x = 1"), TRAIN, "CONFIG"),
     "unknown field": (None, [*TRAIN, "train.total_stepz=5"], "total_steps"),
     "value of the wrong type": (None, [*TRAIN, "train.total_steps=many"], "total_steps"),
+    "term of stage 2 in stage 1": (None, [*TRAIN, "objective.loss.whole.ddo_fake=0.5"], "whole.ddo_fake"),
+    "partner of a term that is off": (None, [*TRAIN, "objective.loss.consistency_with=teacher"], "consistency_kl"),
     "unknown slice": (None, ["plan", "config.py", "--slice", "v5e-17"], "v5e-16"),
     "unknown field behind an option": (None, ["plan", "config.py", "--slice", "v5e-16", "mesh.bogus=1"], "fsdp"),
     "rows that do not divide over a mesh": (None, [*TRAIN, "mesh.fsdp=3"], "multiple of 3"),

@@ -63,17 +63,20 @@ def reference(anchor, passes, order, threshold, levels):
         if order == "left_to_right":
             now = remaining[:quota]
         else:
-            ranked = sorted(remaining, key=lambda j: (-sure[j], j))  # ties: the earlier slot
+            score = sure
+            if order == "prefix":
+                score = {j: math.prod(sure[i] for i in remaining if i <= j) for j in remaining}
+            ranked = sorted(remaining, key=lambda j: (-score[j], j))  # ties: the earlier slot
             now = ranked[:quota]
-            if order == "confidence":
-                now = [j for j in remaining if j in now or sure[j] >= threshold]
+            if order != "quota":
+                now = [j for j in remaining if j in now or score[j] >= threshold]
         for j in now:
             tokens[j], commit[j], confidence[j], hidden[j] = token_of(h[j]), number, sure[j], h[j]
         remaining = [j for j in remaining if j not in now]
     return tokens, commit, confidence, hidden
 
 
-@pytest.mark.parametrize("order", ["confidence", "quota", "left_to_right"])
+@pytest.mark.parametrize("order", ["confidence", "quota", "prefix", "left_to_right"])
 @pytest.mark.parametrize("passes", [1, 4, K - 1, K + 3])
 def test_refinement_equals_the_plain_reference(order, passes):
     for levels, threshold in itertools.product((3, 10), (0.55, 0.95)):
@@ -86,7 +89,7 @@ def test_refinement_equals_the_plain_reference(order, passes):
             assert out.hidden[b, a, :, 0].tolist() == hidden
 
 
-@pytest.mark.parametrize("order", ["confidence", "quota", "left_to_right"])
+@pytest.mark.parametrize("order", ["confidence", "quota", "prefix", "left_to_right"])
 @pytest.mark.parametrize("passes", [1, 4, K + 3])
 def test_every_slot_is_committed_once_and_the_anchor_is_given(order, passes):
     out = refine(passes, order)
@@ -108,7 +111,7 @@ def test_left_to_right_with_a_slot_a_pass_is_sequential_greedy_decoding():
 
 
 def test_one_pass_is_the_same_in_every_order():
-    first, *others = (refine(1, order).tokens for order in ("confidence", "quota", "left_to_right"))
+    first, *others = (refine(1, order).tokens for order in ("confidence", "quota", "prefix", "left_to_right"))
     assert all((first == other).all() for other in others)
 
 
@@ -117,6 +120,15 @@ def test_a_threshold_reached_everywhere_commits_everything_in_the_first_pass():
     commit = np.asarray(refine(4, "confidence", 1, lowest).commit_pass)
     assert (commit[..., 1:] == 1).all()
     assert np.asarray(refine(4, "confidence", 1, 0.51).commit_pass).max() == 4
+
+
+def test_in_prefix_order_commits_are_always_a_prefix():
+    for threshold in (0.3, 0.99):
+        commit = np.asarray(refine(4, "prefix", 10, threshold).commit_pass)
+        assert (np.diff(commit, axis=-1) >= 0).all()
+    assert (
+        np.asarray(refine(3, "prefix", 10, 1.0).commit_pass) == np.asarray(refine(3, "left_to_right").commit_pass)
+    ).all()
 
 
 def test_a_block_of_two_slots_and_nothing_kept():

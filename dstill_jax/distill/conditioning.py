@@ -12,8 +12,9 @@ from dstill_jax.blocks import Blocks
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.losses import weights as weights_lib
+from dstill_jax.losses.block_terms import Contrasted, chain_loss, contrast_loss, first_error_loss
 from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses
-from dstill_jax.losses.config import LossConfig
+from dstill_jax.losses.config import BlockTerms, LossConfig
 from dstill_jax.losses.vocabulary import slot_choices, slot_losses
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
@@ -133,11 +134,28 @@ def pick(
     return tokens[best].astype(jnp.int32), sure
 
 
+class LaterState(NamedTuple):
+    """A further state of the trajectory than the one shown; no gradient."""
+
+    hidden: Float[Array, "B A K D"]  # the output of a model there
+    masked: Bool[Array, "B A K"]
+
+
+class StalePass(NamedTuple):
+    """What the teacher makes of the student's input in one pass; no gradient."""
+
+    tokens: Int[Array, "B A K"]
+    hidden: Float[Array, "B A K D"]
+
+
 class TeacherView(NamedTuple):
     """What stage 2 adds to a comparison."""
 
     tokens: Int[Array, "B A K"]
     hidden: Float[Array, "B A K D"]
+    wanted: Bool[Array, "B A K"] | None = None  # slots that this pass has to fill; None: all that are masked
+    later: LaterState | None = None  # for `consistency_kl`
+    stale: StalePass | None = None  # for `ddo_real` and `ddo_fake`
 
 
 def score(
@@ -155,17 +173,23 @@ def score(
     B, A, K = blocks.tokens.shape
     labels = to_columns(frozen, blocks.tokens)
     counted = blocks.scored & ~revealed & (labels >= 0)
+    if teacher is not None and teacher.wanted is not None:
+        counted &= teacher.wanted
     losses = _slot_losses(task, frozen, loss, data, hidden, labels, teacher)
     weights = weights_lib.slot_weights(
         loss, blocks_lib.masked_rank(revealed), counted, losses.correct, jnp.exp(-losses.data_ce), progress
     )
     gates, later = _gates(loss, blocks, teacher)
     total = jnp.zeros((B, A, K), jnp.float32)
-    for term in ("data_ce", "hard_ce", "teacher_kl", "target_kl", "target_l1"):
-        values = getattr(losses, term)
+    weights = weights * later
+    terms = {term: getattr(losses, term) for term in ("data_ce", "hard_ce", "teacher_kl", "target_kl", "target_l1")}
+    contrasted = None
+    if teacher is not None and (teacher.later is not None or teacher.stale is not None):
+        terms["consistency_kl"], contrasted = _further_losses(task, frozen, loss, hidden, teacher)
+    for term, values in terms.items():
         if values is not None and loss.uses(term):
             total = total + weights_lib.term_weights(loss, term, K) * gates.get(term, 1.0) * values
-    weights = weights * later
+    of_blocks = _block_losses(loss.whole, losses, counted, weights, contrasted, gates)
     # One-pass acceptance is meaningful only where nothing was revealed.
     full = blocks.valid & ~revealed[..., 1:].any(-1)
     accepted = blocks_lib.accepted_prefix(losses.correct, blocks.scored)
@@ -179,7 +203,27 @@ def score(
         ),
         "blocks": (blocks.valid.sum().astype(jnp.float32), jnp.float32(1)),
     }
-    return (total * weights).sum(), weights.sum(), metrics
+    return (total * weights).sum() + of_blocks.sum(), weights.sum(), metrics
+
+
+def _block_losses(
+    terms: BlockTerms,
+    losses: RowLosses,
+    counted: Bool[Array, "B A K"],
+    weights: Float[Array, "B A K"],
+    contrasted: Contrasted | None,
+    gates: dict[str, Float[Array, "B A K"]],
+) -> Float[Array, "B A"]:
+    """The terms of whole blocks; all but the first error, which is a slot, weigh as much as the block's slots."""
+    total = jnp.zeros(weights.shape[:-1], jnp.float32)
+    mass = weights.sum(-1)
+    if terms.first_error:
+        total += terms.first_error * first_error_loss(losses.data_ce, losses.correct, counted, weights)
+    if terms.chain:
+        total += mass * terms.chain * chain_loss(losses.data_ce, counted)
+    if contrasted is not None:  # the teacher's completion is raised where its tokens are taught at all
+        total += mass * contrast_loss(terms, contrasted, weights * gates["hard_ce"], weights)
+    return total
 
 
 def _gates(
@@ -195,6 +239,8 @@ def _gates(
     data = {"all": everywhere, "until_error": until}[loss.data_slots]
     taught = {"all": everywhere, "not_at_error": ~at_error, "after_error": ~until}[loss.teacher_slots]
     gates = {"data_ce": data, "hard_ce": taught, "teacher_kl": taught}
+    if teacher.later is not None:
+        gates["consistency_kl"] = teacher.later.masked
     later = jnp.where(until, 1.0, loss.after_error_weight)
     return {term: gate.astype(jnp.float32) for term, gate in gates.items()}, later
 
@@ -208,33 +254,49 @@ def _slot_losses(
     labels: Int[Array, "B A K"],
     teacher: TeacherView | None,
 ) -> RowLosses:
-    """Losses [B, A, K] of each slot; slot 0 is not computed and comes back as zero."""
+    """The comparisons of each slot that share one application of the head."""
     K = hidden.shape[2]
-
-    def rows(x: Array) -> Array:
-        return x[:, :, 1:]
-
     target_hidden = None
     if loss.needs_target:  # the target's distribution for position a + j is computed at a + j - 1
         index = jnp.clip(data.blocks.anchors[..., None] + jnp.arange(K) - 1, 0, data.target_hidden.shape[1] - 1)
-        target_hidden = rows(jax.vmap(lambda h, i: h[i])(data.target_hidden, index))
+        target_hidden = jax.vmap(lambda h, i: h[i])(data.target_hidden, index)
     inputs = RowInputs(
-        labels=rows(labels),
-        hard_labels=rows(to_columns(frozen, teacher.tokens)) if teacher is not None and loss.uses("hard_ce") else None,
-        teacher_hidden=rows(teacher.hidden) if teacher is not None and loss.uses("teacher_kl") else None,
+        labels=labels,
+        hard_labels=to_columns(frozen, teacher.tokens) if teacher is not None and loss.uses("hard_ce") else None,
+        teacher_hidden=teacher.hidden if teacher is not None and loss.uses("teacher_kl") else None,
         target_hidden=target_hidden,
     )
+    return _head_losses(task, frozen, loss, hidden, inputs)
+
+
+def _head_losses(
+    task: Task, frozen: Frozen, loss: LossConfig, hidden: Float[Array, "B A K D"], inputs: RowInputs
+) -> RowLosses:
+    """Losses [B, A, K] of each slot; slot 0 is not computed and comes back as zero."""
     losses = slot_losses(
-        rows(hidden),
-        inputs,
+        hidden[:, :, 1:],
+        jax.tree.map(lambda x: x[:, :, 1:], inputs),
         frozen.head,
         kl_direction=loss.kl_direction,
         target_kl=loss.uses("target_kl"),
         target_l1=loss.uses("target_l1"),
         chunk=task.head_chunk,
     )
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (1, 0))), losses)
 
-    def back(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (1, 0)))
 
-    return jax.tree.map(back, losses)
+def _further_losses(
+    task: Task, frozen: Frozen, loss: LossConfig, hidden: Float[Array, "B A K D"], teacher: TeacherView
+) -> tuple[Float[Array, "B A K"] | None, Contrasted | None]:
+    """KL with the later state, and what the contrast compares: the head once more on the student, in chunks."""
+    real = to_columns(frozen, teacher.tokens)
+    if teacher.stale is None:
+        assert teacher.later is not None
+        own = _head_losses(task, frozen, loss, hidden, RowInputs(real, None, teacher.later.hidden))
+        return own.teacher_kl, None
+    fake = to_columns(frozen, teacher.stale.tokens)
+    later_hidden = None if teacher.later is None else teacher.later.hidden
+    own = _head_losses(task, frozen, loss, hidden, RowInputs(real, fake, later_hidden))
+    reference = _head_losses(task, frozen, loss, teacher.stale.hidden, RowInputs(real, fake))
+    values = (own.data_ce, own.hard_ce, reference.data_ce, reference.hard_ce)
+    return own.teacher_kl, Contrasted(*(-x for x in values))  # type: ignore[operator]

@@ -34,8 +34,11 @@ class StageOneConfig:
             raise UserError(f"StageOneConfig.late_from={self.late_from} must be between 0 and 1")
         if not 0 <= self.own_tokens <= 1:
             raise UserError(f"StageOneConfig.own_tokens={self.own_tokens} must be between 0 and 1")
-        if self.loss.needs_teacher:
-            raise UserError("StageOneConfig.loss compares with a teacher's completion; only stage 2 has one")
+        if self.loss.teacher_fields:
+            raise UserError(
+                f"StageOneConfig.loss sets {', '.join(self.loss.teacher_fields)}, which compare with a teacher's"
+                " completion; only stage 2 has one: leave them out, or use StageTwoConfig"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,34 @@ class StageTwoConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     passes: int | None = None  # of the teacher; None: K - 1
     order: CommitOrder = "left_to_right"
-    threshold: float = 0.9  # for order "confidence"
+    threshold: float = 0.9  # for orders "confidence" and "prefix"
+    student_passes: int = 1  # that the student is to need for what takes the teacher `passes` (SDTT, arXiv 2410.21035)
 
     def __post_init__(self) -> None:
         check_order(self.order, 1 if self.passes is None else self.passes)
+        if self.student_passes < 1:
+            raise UserError(f"StageTwoConfig.student_passes={self.student_passes} must be at least 1")
+        if self.loss.first.consistency_kl and self.order in ("left_to_right", "prefix"):
+            raise UserError(
+                f"LossConfig.first.consistency_kl={self.loss.first.consistency_kl} would never count: with"
+                f" StageTwoConfig.order={self.order!r} the first pass commits slot 1; set rest.consistency_kl, or"
+                " order='confidence'"
+            )
+        if self.passes is not None:
+            self.check_passes(self.passes)
+
+    def check_passes(self, passes: int) -> None:
+        """Raises UserError for a teacher of so few passes that nothing could be learned from some of the fields."""
+        if 1 < self.student_passes >= passes:
+            raise UserError(
+                f"StageTwoConfig.student_passes={self.student_passes} must be below the teacher's passes={passes};"
+                " give fewer, or a teacher of more passes"
+            )
+        if passes == 1 and self.loss.uses("consistency_kl"):
+            raise UserError(
+                "TermWeights.consistency_kl compares two states of a trajectory, and StageTwoConfig.passes=1 leaves only"
+                " one with masked slots; set it to 0, or passes to 2 or more"
+            )
 
 
 def dflash_baseline(loss: LossConfig | None = None) -> StageOneConfig:

@@ -6,6 +6,7 @@ from jaxtyping import Array
 from dstill_jax.dims import Params
 from dstill_jax.distill import conditioning
 from dstill_jax.distill.conditioning import Conditioned, Frozen, Task
+from dstill_jax.models.drafter import ContextKV
 from dstill_jax.refinement import CommitOrder, Trajectory, refine
 
 
@@ -14,15 +15,15 @@ def teacher_trajectory(
     frozen: Frozen,
     teacher: Params,
     data: Conditioned,
+    context: ContextKV,
     passes: int,
     order: CommitOrder,
     threshold: float,
 ) -> Trajectory:
-    """Completes every block from its anchor alone; context keys and values are computed once for all passes.
+    """Completes every block from its anchor alone; `context` is the teacher's, computed once for all passes.
 
     Left to right, a pass needs the head on the slots it commits only, and its last layer on those slots only.
     """
-    context = conditioning.project(task, teacher, data)
 
     def hidden_fn(tokens: Array, slots: Array) -> Array:
         return conditioning.run_pass(task, frozen, teacher, data, context, tokens, slots)

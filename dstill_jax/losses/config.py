@@ -16,6 +16,7 @@ auf: 1 up to and including the drafter's own first error, a residual after it, a
 
 TeacherSlots = Literal["all", "not_at_error", "after_error"]
 DataSlots = Literal["all", "until_error"]
+ConsistencyWith = Literal["student", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class TermWeights:
     teacher_kl: float = 0.0  # KL with the teacher's distribution when it committed the slot (stage 2)
     target_kl: float = 0.0  # KL with the target model's distribution
     target_l1: float = 0.0  # sum |p - target's| (DSpark, arXiv 2607.05147: 0.1 CE + 0.9 L1)
+    # KL with the distribution at the trajectory's next state, on slots masked there, too (stage 2; CDLM, 2511.19269)
+    consistency_kl: float = 0.0
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -35,12 +38,38 @@ class TermWeights:
 
 
 @dataclass(frozen=True)
+class BlockTerms:
+    """Comparisons of whole blocks, added to those of the slots; a block weighs as much as its slots do together."""
+
+    first_error: float = 0.0  # cross-entropy with the text once more on the drafter's own first error (2606.11552)
+    chain: float = 0.0  # share of the slots that the draft is expected not to reach (ibid.)
+    ddo_real: float = 0.0  # raise the teacher's completion above the teacher's own one pass (stage 2; T3D, 2602.12262)
+    ddo_fake: float = 0.0  # and lower that one-pass completion; T3D has 1 and 0.5
+    ddo_beta: float = 0.1  # how soon the two are content
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0:
+                raise UserError(f"BlockTerms.{name}={value} must not be negative; 0 switches a term off")
+        if self.ddo_beta == 0:
+            raise UserError(
+                "BlockTerms.ddo_beta=0.0 compares nothing; give a positive number, or set ddo_real=ddo_fake=0"
+            )
+
+    @property
+    def contrasts(self) -> bool:
+        return bool(self.ddo_real or self.ddo_fake)
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """The loss of a training stage."""
 
     first: TermWeights = field(default_factory=lambda: TermWeights(data_ce=1.0))  # on slot 1
     rest: TermWeights = field(default_factory=lambda: TermWeights(data_ce=1.0))  # on slots 2 .. K - 1
+    whole: BlockTerms = field(default_factory=BlockTerms)  # on whole blocks
     kl_direction: Literal["forward", "reverse"] = "forward"  # forward: KL(other || p)
+    consistency_with: ConsistencyWith = "student"  # whose distribution at the next state: its own, held fixed
     weighting: Weighting = "decay"
     gamma: float = 4.0  # decay length in slots: 7, 5, 4 for blocks of 16, 10, 8
     dpace_alpha: float = 0.5  # smoothing of D-PACE
@@ -56,6 +85,7 @@ class LossConfig:
             ("weighting", get_args(Weighting)),
             ("teacher_slots", get_args(TeacherSlots)),
             ("data_slots", get_args(DataSlots)),
+            ("consistency_with", get_args(ConsistencyWith)),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"LossConfig.{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
@@ -65,6 +95,12 @@ class LossConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"LossConfig.{name}={getattr(self, name)} must be between 0 and 1")
 
+        if self.consistency_with != "student" and not self.uses("consistency_kl"):
+            raise UserError(
+                f"LossConfig.consistency_with={self.consistency_with!r} is read by consistency_kl only, which is 0 on"
+                " all slots; set rest.consistency_kl, or leave it out"
+            )
+
     def uses(self, term: str) -> bool:
         return bool(getattr(self.first, term) or getattr(self.rest, term))
 
@@ -73,11 +109,14 @@ class LossConfig:
         return self.uses("target_kl") or self.uses("target_l1")
 
     @property
-    def needs_teacher(self) -> bool:
-        return (
-            self.uses("teacher_kl")
-            or self.uses("hard_ce")
-            or self.teacher_slots != "all"
-            or self.data_slots != "all"
-            or self.after_error_weight != 1
-        )
+    def teacher_fields(self) -> tuple[str, ...]:
+        """The fields set that compare with a teacher's completion."""
+        terms = [
+            f"{where}.{term}"
+            for where, weights in (("first", self.first), ("rest", self.rest))
+            for term in ("hard_ce", "teacher_kl", "consistency_kl")
+            if getattr(weights, term)
+        ]
+        terms += [f"whole.{term}" for term in ("ddo_real", "ddo_fake") if getattr(self.whole, term)]
+        unset = {"teacher_slots": "all", "data_slots": "all", "after_error_weight": 1}
+        return (*terms, *(name for name, value in unset.items() if getattr(self, name) != value))

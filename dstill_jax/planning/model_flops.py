@@ -67,6 +67,9 @@ def step_flops(
         earlier = slots * (L - 1) * one_layer
         final = last * (one_layer - kv) + slots * kv
         of_teacher = projection + context_kv + passes * (earlier + final + rows * anchors * head_rows * head_row)
+        later, contrast = loss.uses("consistency_kl"), loss.whole.contrasts
+        of_teacher += (later + contrast) * one_pass
+        of_head += scored * head_row * (later + contrast)
     elif objective.views.own_order or objective.late_views.own_order or objective.own_tokens:
         of_teacher = one_pass + slots * head_row
     return StepFlops(of_target, of_drafter, of_teacher, of_head)

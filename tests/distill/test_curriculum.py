@@ -52,7 +52,7 @@ COMMIT = np.array([0, 2, 1, 4, 3], np.int32)  # slots in the order in which they
 def test_sampled_states_are_prefixes_of_the_trajectory_in_their_shares(kind, progress):
     number = 8000
     commit = np.broadcast_to(COMMIT, (1, number, K))
-    revealed = np.asarray(sample(CurriculumConfig(kind), jax.random.key(1), commit, PASSES, progress))[0]
+    revealed = np.asarray(sample(CurriculumConfig(kind), jax.random.key(1), commit, PASSES, progress).revealed)[0]
     level = revealed[:, 1:].sum(1)
     assert (revealed == (COMMIT <= level[:, None])).all()
     counts, share = np.bincount(level, minlength=4), expected(kind, progress)
@@ -64,13 +64,13 @@ def test_a_state_with_nothing_left_to_predict_is_never_shown():
     """A teacher that was done after one pass: only the fully masked state is left."""
     commit = np.broadcast_to(np.array([0, 1, 1, 1, 1], np.int32), (1, 500, K))
     for kind in ("power", "linear", "cyclic", "fixed", "full"):
-        revealed = np.asarray(sample(CurriculumConfig(kind), jax.random.key(0), commit, PASSES, 0.0))
+        revealed = np.asarray(sample(CurriculumConfig(kind), jax.random.key(0), commit, PASSES, 0.0).revealed)
         assert (revealed == (np.arange(K) == 0)).all()
 
 
 def test_replay_shows_partly_masked_states_after_the_ramp():
     commit = np.broadcast_to(COMMIT, (1, 8000, K))
-    revealed = np.asarray(sample(CurriculumConfig(replay=0.3), jax.random.key(0), commit, PASSES, 0.7))[0]
+    revealed = np.asarray(sample(CurriculumConfig(replay=0.3), jax.random.key(0), commit, PASSES, 0.7).revealed)[0]
     assert abs(revealed[:, 1:].any(1).mean() - 0.3) < 0.025
 
 

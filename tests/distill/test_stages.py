@@ -115,7 +115,8 @@ def scored_passes(case, vocabularies):
 
     def build(frozen):
         data = conditioning.condition(case.task, frozen, case.batch, KEY)
-        teacher = teacher_trajectory(case.task, frozen, frozen.teacher, data, 4, "left_to_right", 0.9)
+        context = conditioning.project(case.task, frozen.teacher, data)
+        teacher = teacher_trajectory(case.task, frozen, frozen.teacher, data, context, 4, "left_to_right", 0.9)
         masked = np.arange(5) == 0
         tokens = jnp.where(masked, data.blocks.tokens, case.task.drafter.mask_token_id)
         params = case.drafter.params

@@ -17,7 +17,7 @@ from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
-from dstill_jax.runs import RunConfig, override, run_stage
+from dstill_jax.runs import RunConfig, override, refreshed_runs, run_stage
 from dstill_jax.training import OptimizerConfig, TrainConfig, read_jsonl
 from dstill_jax.weights.load import load_drafter, load_target
 
@@ -145,6 +145,42 @@ def test_overrides_reach_nested_fields_and_refuse_others(whole: dict[str, RunCon
         override(config, ["objective.loss.rest.teacher_k=1"])
     with pytest.raises(UserError, match="magic"):
         override(config, ["objective.curriculum.kind=magic"])
+
+
+def test_rounds_hand_their_student_on_and_go_on_after_a_stop(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """3 passes -> 2 -> 1, stopped in the second round: the first is not trained again."""
+    base = stage_two(whole["stage1"], tmp_path, 4)
+    first, second = refreshed_runs(base, (2, 1))
+
+    def stop(step: int, _: object) -> None:
+        if step == 2:
+            raise Boom
+
+    run_stage(first)
+    with pytest.raises(Boom):
+        run_stage(second, on_step=stop)
+    before = drafter_bytes(first)
+    again: list[str] = []
+    for config in (first, second):
+        run_stage(config, on_step=lambda step, _, out=config.out: again.append(out))
+    assert set(again) == {second.out}
+    assert drafter_bytes(first) == before != drafter_bytes(second)
+    steps = [record["step"] for record in read_jsonl(Path(second.out) / "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_second_round_takes_the_full_trajectories_of_the_first_student(whole: dict[str, RunConfig]) -> None:
+    first, second = refreshed_runs(dataclasses.replace(whole["stage2"], teacher="other/drafter"), (1, 1))
+    assert first.teacher == "other/drafter" and first.start_from == whole["stage2"].start_from
+    assert second.teacher is None and second.start_from == f"{first.out}/drafter"
+    assert first.objective == second.objective == whole["stage2"].objective
+
+
+def test_rounds_that_leave_nothing_to_learn_are_refused(whole: dict[str, RunConfig]) -> None:
+    with pytest.raises(UserError, match="refreshed_runs needs a stage-2 run.*stage1"):
+        refreshed_runs(whole["stage1"], (2, 1))
+    with pytest.raises(UserError, match="student_passes=2 must be below the teacher's passes=2"):
+        refreshed_runs(whole["stage2"], (2, 2))
 
 
 @pytest.mark.slow

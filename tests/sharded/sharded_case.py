@@ -25,7 +25,7 @@ from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.conditioning import Frozen
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
 from dstill_jax.distill.initialise import DrafterShape
-from dstill_jax.losses.config import LossConfig, TermWeights
+from dstill_jax.losses.config import BlockTerms, LossConfig, TermWeights
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Memory
 from dstill_jax.models.layers import store_input_first
@@ -46,6 +46,15 @@ OBJECTIVES = {
     ),
     "stage2": StageTwoConfig(
         LossConfig(TermWeights(data_ce=1.0), TermWeights(hard_ce=0.2, teacher_kl=1.0), kl_direction="reverse")
+    ),
+    # What stage 2 has besides: two models' outputs at two states, terms of whole blocks, a student of two passes.
+    "stage2 terms": StageTwoConfig(
+        LossConfig(
+            TermWeights(data_ce=1.0),
+            TermWeights(teacher_kl=0.5, consistency_kl=0.5),
+            whole=BlockTerms(first_error=0.5, chain=0.5, ddo_real=1.0, ddo_fake=0.5),
+        ),
+        student_passes=2,
     ),
 }
 

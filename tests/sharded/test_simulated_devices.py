@@ -20,6 +20,7 @@ REST = [
     ("stage2", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {"tied": True, "accumulate": 2}),
     ("stage2", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat_layers": True, "anchor_chunk": 2}, {"stacked": False}),
     ("stage2", {"fsdp": 8}, {"scan_layers": True, "remat_layers": True}, {}),
+    ("stage2 terms", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {}),
 ]
 
 

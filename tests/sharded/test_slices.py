@@ -14,6 +14,7 @@ from tiny_models import random_target
 
 from dstill_jax.cli import main
 from dstill_jax.errors import UserError
+from dstill_jax.losses.config import BlockTerms
 from dstill_jax.planning.chips import CHIPS, parse_slice
 from dstill_jax.planning.compile import require_target
 from dstill_jax.planning.model_flops import step_flops
@@ -99,6 +100,24 @@ def test_model_flops_of_a_step_by_hand() -> None:
     assert found.drafter == blocks + 3 * 5 * S * 2 * D * 2 * GE + 2 * 2 * S * 5 * D * D
     assert found.teacher == 0
     assert 100e12 < found.total < 130e12
+
+
+def test_model_flops_of_the_further_terms_of_stage_two() -> None:
+    """Each of the two is a forward pass of the drafter and one more distribution of each slot."""
+    target = KNOWN["Qwen/Qwen3-8B"]
+    configs = Path(__file__).parents[2] / "configs"
+    drafter = runpy.run_path(str(configs / "qwen3_8b_stage1.py"))["CONFIG"].new.build(target)
+    plain = runpy.run_path(str(configs / "qwen3_8b_stage2.py"))["CONFIG"].objective
+    rest = dataclasses.replace(plain.loss.rest, consistency_kl=0.5)
+    consistent = dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, rest=rest))
+    contrasted = dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, whole=BlockTerms(ddo_fake=0.5)))
+    without, *others = (step_flops(target, drafter, o, 1, 3072, 512) for o in (plain, consistent, contrasted))
+    matrices = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    one_pass = 512 * 16 * 5 * (2 * matrices + 2 * 2 * 4096 * (3072 / 2 + 16))
+    for found in others:
+        assert found.head - without.head == 512 * 15 * 2 * 4096 * 151936
+        assert found.teacher - without.teacher == one_pass
+        assert (found.target, found.drafter) == (without.target, without.drafter)
 
 
 def test_shapes_known_without_a_network_are_accepted_by_name() -> None:
