@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path as leaves_with_path
 from tiny_models import random_drafter, random_target
 
 from dstill_jax.blocks import ViewMix
@@ -144,11 +145,14 @@ def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dic
             values.setdefault(name, []).append(float(total / max(weight, 1e-9)))
     for name in ("params", "ema"):
         values[name] = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(state[name])]
-    return values | {"facts": facts(compiled.as_text())}
+    return values | {"facts": facts(compiled.as_text(), state=state, frozen=frozen, batch=batch_of(0))}
 
 
-def facts(text: str) -> dict[str, Any]:
-    """Of a compiled program: the shapes of all gathered arrays, and the parameters that every device holds whole."""
+def facts(text: str, **arguments: Any) -> dict[str, Any]:
+    """Of a compiled program: the shapes of all gathered arrays, and the parameters that every device holds whole.
+
+    The text has the shapes on one device; `arguments`, by the names of the compiled function, have the whole ones.
+    """
     from dstill_jax.planning.hlo import parse
 
     computations, entry = parse(text)
@@ -158,11 +162,13 @@ def facts(text: str) -> dict[str, Any]:
             if i.opcode in ("all-gather", "all-gather-start"):
                 gathers += [list(s.dims) for s in i.shapes]
     parameters = [i for i in computations[entry].values() if i.opcode == "parameter"]
-    whole = [i for i in parameters if "sharding={devices=" not in i.rest]
+    given = {name + jax.tree_util.keystr(p): x.shape for name, a in arguments.items() for p, x in leaves_with_path(a)}
+    names = {i.name: (i.quoted("op_name") or "").replace("\\'", "'") for i in parameters}
+    whole = [i for i in parameters if i.shapes[0].dims == given[names[i.name]]]
     return {
         "gathers": gathers,
         "spread": len(parameters) - len(whole),
-        "replicated": [[i.quoted("op_name"), sum(s.size for s in i.shapes)] for i in whole],
+        "replicated": [[names[i.name], sum(s.size for s in i.shapes)] for i in whole],
     }
 
 

@@ -131,7 +131,8 @@ import sys
 sys.path.insert(0, {folder!r})
 import sharded_case
 import dataclasses
-CONFIG = sharded_case.run_config("stage1", sharded_case.MeshConfig(fsdp=2, tensor=2), sharded_case.Memory(True, True, 2), 4, 1)
+mesh = sharded_case.MeshConfig(data=2, fsdp=2)  # libtpu 0.0.50 aborts on sums over `tensor` on slices this small
+CONFIG = sharded_case.run_config("stage1", mesh, sharded_case.Memory(True, True, 2), 4, 1)
 CONFIG = dataclasses.replace(
     CONFIG, target={target!r}, start_from=None, compute_dtype="bfloat16",
     new=sharded_case.DrafterShape(mask_token_id=63, num_layers=1, block_size=4, target_layer_ids=(0, 1)),
