@@ -165,6 +165,11 @@ def _plan(commands) -> None:
     sub.add_argument("config", help="Python file with CONFIG, as for `dstill train`")
     sub.add_argument("--slice", required=True, metavar="NAME", help="v5e-16, v5p-128, 2xv6e-256, or v5p:4x4x8")
     sub.add_argument("--search", action="store_true", help="try mesh shapes, rows per device, remat and anchor chunks")
+    sub.add_argument(
+        "--decode",
+        metavar="ROWSxTOKENS",
+        help="instead of the train step: a decoding round, e.g. 64 requests of 64x4096",
+    )
     sub.add_argument("--limit", type=int, default=12, help="settings that --search compiles at most")
     sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. mesh.fsdp=16 memory.anchor_chunk=64")
     _json(sub)

@@ -175,12 +175,23 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_plan(args: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # compiling for a slice needs no device, and must not take one
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # it cannot hand out programs of devices that are not there
     from dstill_jax import planning
-    from dstill_jax.planning.report import plan_text
+    from dstill_jax.planning.report import decode_text, plan_text
 
     config = load_config(args.config, "CONFIG", args.overrides)
     config = dataclasses.replace(config, target=resolve_target(config.target))
     shape = runpy.run_path(args.config).get("SHAPE")
+    if args.decode is not None:
+        rows, _, capacity = args.decode.partition("x")
+        if not (rows.isdigit() and capacity.isdigit()) or args.search:
+            raise UserError(
+                f"decode={args.decode!r} must be requests x cache tokens, such as 64x4096, without --search"
+            )
+        values = planning.plan_decoding(config, args.slice, int(rows), int(capacity), shape=shape)
+        print(decode_text(values))
+        _write_json(args.json, values)
+        return
     if not args.search:
         values = planning.plan(config, args.slice, shape=shape)
         print(plan_text(values))

@@ -1,6 +1,7 @@
 """The TPU generations a kernel is written and compiled for: what block-size choices and time bounds need to know.
 
-Everything is per TensorCore, from the published figures that jax's own `tpu_info` also carries. Looked up by the
+Everything is per TensorCore. Rates and capacities are the maker's published ones of a chip over its cores: where jax's own
+`tpu_info` has others (2460 GB/s for a v5p chip of 2765), a time from them would not be a lower bound. Looked up by the
 device kind that jax reports, which callers pass in: nothing here asks the machine.
 """
 
@@ -21,6 +22,8 @@ class Chip:
     hbm_bytes_per_second: float
     bf16_flops_per_second: float
     bf16_vectors: bool  # vector unit computes on bfloat16 without unpacking
+    cores_per_chip: int
+    cores_per_device: int  # of a `jax.Device`: one, or a chip's two cores fused
 
     @property
     def ridge_rows(self) -> float:
@@ -32,16 +35,16 @@ class Chip:
         return m * k * n / (self.mxus * self.mxu_size**2)
 
 
-_MIB = 1024 * 1024
+_MIB, _GIB = 2**20, 2**30
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v4", ("TPU v4",), "v4:2x2x1", 128, 4, 16 * _MIB, 17_200_000_000, 6.15e11, 1.375e14, False),
-        Chip("v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 128, 4, 128 * _MIB, 17_200_000_000, 8.2e11, 1.97e14, False),
-        Chip("v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 128, 4, 64 * _MIB, 51_500_000_000, 1.23e12, 2.295e14, False),
-        Chip("v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 256, 2, 128 * _MIB, 34_400_000_000, 1.64e12, 9.2e14, True),
-        Chip("tpu7x", ("TPU7x",), "tpu7x:2x2x1", 256, 2, 64 * _MIB, 103_000_000_000, 3.7e12, 1.155e15, True),
+        Chip("v4", ("TPU v4",), "v4:2x2x1", 128, 4, 16 * _MIB, 16 * _GIB, 614e9, 137.5e12, False, 2, 2),
+        Chip("v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 128, 4, 128 * _MIB, 16 * _GIB, 819e9, 197e12, False, 1, 1),
+        Chip("v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 128, 4, 64 * _MIB, 95 * 2**29, 1382.5e9, 229.5e12, False, 2, 2),
+        Chip("v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 256, 2, 128 * _MIB, 32 * _GIB, 1640e9, 918e12, True, 1, 1),
+        Chip("tpu7x", ("TPU7x",), "tpu7x:2x2x1", 256, 2, 64 * _MIB, 96 * _GIB, 3690e9, 1153.5e12, True, 2, 1),
     )
 }
 

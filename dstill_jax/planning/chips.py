@@ -1,6 +1,7 @@
 """TPU slices by name, and what one device of each generation can do at most.
 
-A *device* is what jax shows: a chip, or one of the two cores of a tpu7x chip. Peaks are the makers' published ones.
+A *device* is what jax shows: a chip, or one of the two cores of a tpu7x chip. What a core does is in `pallas_kernels.chips`;
+here are the networks. Peaks are the maker's published ones.
 """
 
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstill_jax.errors import MissingExtraError, UserError
-from pallas_kernels import offline
+from pallas_kernels import chips, offline
 
 _GB = 1e9
 
@@ -18,21 +19,41 @@ _GB = 1e9
 class Chip:
     """Peak rates of one device: bounds, never expectations."""
 
-    name: str
-    flops: float  # bfloat16, per second
-    hbm_bytes_per_s: float
-    hbm_bytes: float
+    core: chips.Chip
     ici_link_bytes_per_s: float  # one direction of one link
     dcn_bytes_per_s: float  # one device's part of its host's network
-    cores_in_name: int  # devices of this many TensorCores are counted by `NAME-N`
-    devices_per_chip: int = 1
+    host_bytes: float  # one device's part of its host's memory
+
+    @property
+    def name(self) -> str:
+        return self.core.name
+
+    @property
+    def flops(self) -> float:
+        """bfloat16, per second."""
+        return self.core.bf16_flops_per_second * self.core.cores_per_device
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        return self.core.hbm_bytes_per_second * self.core.cores_per_device
+
+    @property
+    def hbm_bytes(self) -> float:
+        return float(self.core.hbm_bytes * self.core.cores_per_device)
+
+    @property
+    def devices_per_chip(self) -> int:
+        return self.core.cores_per_chip // self.core.cores_per_device
 
 
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 819 * _GB, 16 * 2**30, 50 * _GB, 3.125 * _GB, 1),
-    "v5p": Chip("v5p", 459e12, 2765 * _GB, 95 * 2**30, 100 * _GB, 6.25 * _GB, 2),
-    "v6e": Chip("v6e", 918e12, 1640 * _GB, 32 * 2**30, 100 * _GB, 12.5 * _GB, 1),
-    "tpu7x": Chip("tpu7x", 1153e12, 3690 * _GB, 96 * 2**30, 100 * _GB, 6.25 * _GB, 2, 2),
+    chip.name: chip
+    for chip in (
+        Chip(chips.chip("v5e"), 50 * _GB, 3.125 * _GB, 48 * _GB),
+        Chip(chips.chip("v5p"), 100 * _GB, 6.25 * _GB, 112 * _GB),
+        Chip(chips.chip("v6e"), 100 * _GB, 12.5 * _GB, 180 * _GB),
+        Chip(chips.chip("tpu7x"), 100 * _GB, 6.25 * _GB, 120 * _GB),
+    )
 }
 
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -100,11 +121,12 @@ def parse_slice(name: str) -> Slice:
         return Slice(name, chip, f"{chip.name}:{dims}", count)
     if not several.group(4).isdigit():
         raise UserError(f"slice {name!r}: after '-' stands a number; a topology stands after ':'")
-    chips, odd = divmod(int(several.group(4)), chip.cores_in_name)
-    if odd or chips not in shapes:
-        sizes = ", ".join(f"{chip.name}-{n * chip.cores_in_name}" for n in shapes)
+    cores = chip.core.cores_per_chip
+    count_chips, odd = divmod(int(several.group(4)), cores)
+    if odd or count_chips not in shapes:
+        sizes = ", ".join(f"{chip.name}-{n * cores}" for n in shapes)
         raise UserError(f"slice {name!r} does not exist; {chip.name} comes as {sizes}, or write a topology")
-    return Slice(name, chip, f"{chip.name}:{shapes[chips]}", count)
+    return Slice(name, chip, f"{chip.name}:{shapes[count_chips]}", count)
 
 
 def slice_devices(place: Slice) -> list[Any]:

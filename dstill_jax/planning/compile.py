@@ -49,12 +49,12 @@ class Compiled:
 
 @dataclass(frozen=True)
 class AbstractRun:
-    """The arguments of a train step as shapes with places, and the step."""
+    """The arguments of a compiled function as shapes with places, and the function: a train step, or `decode.py`'s."""
 
     step: Any
-    state: Any
-    frozen: Frozen
-    batch: dict[str, jax.ShapeDtypeStruct]
+    state: Any  # donated
+    frozen: Any  # `Frozen`, of a train step
+    batch: Any
 
     def argument_bytes(self) -> dict[str, float]:
         """Of one device, by kind."""
@@ -66,6 +66,14 @@ class AbstractRun:
             "embedding, head": device_bytes((self.frozen.embedding, self.frozen.head)),
             "teacher params": device_bytes(self.frozen.teacher),
             "batch": device_bytes(self.batch),
+        }
+
+    def host_bytes(self) -> dict[str, float]:
+        """Of one device's part of a host, above what a process needs: the state that an asynchronous save copies, and
+        the largest piece that loading holds before it is on the device."""
+        return {
+            "checkpoint copy": device_bytes(self.state),
+            "largest share": max(device_bytes(x) for x in jax.tree.leaves((self.state["params"], self.frozen))),
         }
 
 

@@ -7,6 +7,7 @@ number of devices is fixed when jax starts, so the tests run it in processes of 
 import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -239,8 +240,10 @@ def loaded_alike(folder: str, mesh: dict, stacked: bool) -> dict[str, Any]:
     return {"equal": all(jax.tree.leaves(same)), "bytes_read": sum(read), "bytes_stored": stored}
 
 
-def memory_of_loading(folder: str, stacked: bool) -> dict[str, float]:
-    """Peak resident memory of loading a random bfloat16 folder onto eight devices, above what there was before."""
+def memory_of_loading(folder: str, stacked: bool, shape: tuple[int, int, int, int, int]) -> dict[str, float]:
+    """Peak resident memory of loading a random bfloat16 folder onto eight devices, above what there was before.
+
+    `shape`: vocabulary, width, MLP width, layers, heads."""
     import ml_dtypes
     import psutil
 
@@ -250,11 +253,12 @@ def memory_of_loading(folder: str, stacked: bool) -> dict[str, float]:
     from dstill_jax.weights.names import target_entries
     from dstill_jax.weights.safetensors_io import WEIGHTS_FILE, write_safetensors
 
-    config = TargetConfig(
-        "qwen3", 37984, 1024, 3072, 9, 8, 8, 128, 1e-6, RopeConfig(1e6), True, False, False, 4096
-    )  # fmt: skip
+    config = TargetConfig("qwen3", *shape, 8, 128, 1e-6, RopeConfig(1e6), True, False, False, 4096)
     entries, random = target_entries(config), np.random.default_rng(0)
-    values = (random.normal(size=e.shape).astype(ml_dtypes.bfloat16) for e in entries)
+    sizes = (2 * math.prod(e.shape) for e in entries)
+    values = (
+        np.frombuffer(random.bytes(n), ml_dtypes.bfloat16).reshape(e.shape) for e, n in zip(entries, sizes, strict=True)
+    )
     write_safetensors(Path(folder) / WEIGHTS_FILE, [(e.name, e.shape, "BF16") for e in entries], values)
     write_json(Path(folder) / "config.json", target_config_dict(config, "bfloat16"))
     mesh = build_mesh(MeshConfig(fsdp=8))

@@ -20,12 +20,18 @@ def test_a_target_on_eight_devices_is_the_target(tmp_path: Path) -> None:
     assert mixed["bytes_read"] == shared["bytes_read"] == mixed["bytes_stored"]
 
 
+QUARTER = (37984, 1024, 3072, 9, 8)  # an 8B model's proportions at a quarter of its width and layers
+# Every array of Qwen3-8B at its own size; 3 of the 36 layers, so that file and devices take 3.6 GB each instead of 16.4.
+EIGHT = (151936, 4096, 12288, 3, 32)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stacked", [True, False])
-def test_peak_memory_of_loading_is_one_share_above_what_the_devices_hold(tmp_path: Path, stacked: bool) -> None:
-    """An 8B model's proportions at a quarter of its width and layers; 1.3 times one device's share of one array."""
-    facts = sharded_case.call("memory_of_loading", folder=str(tmp_path), stacked=stacked)
+@pytest.mark.parametrize(("shape", "stacked"), [(QUARTER, True), (QUARTER, False), (EIGHT, True)])
+def test_peak_memory_of_loading_is_one_share_above_what_the_devices_hold(
+    tmp_path: Path, shape: tuple, stacked: bool
+) -> None:
+    """At most 1.3 times one device's share of one array, above what the devices hold."""
+    facts = sharded_case.call("memory_of_loading", folder=str(tmp_path), stacked=stacked, shape=shape)
     assert facts["held"] > 300 * MB
-    assert facts["peak"] <= facts["held"] + 1.3 * facts["largest_share"] + 16 * MB, (
-        facts
-    )  # 16 MB: reading buffers, maps
+    # 16 MB: reading buffers, maps
+    assert facts["peak"] <= facts["held"] + 1.3 * facts["largest_share"] + 16 * MB, facts

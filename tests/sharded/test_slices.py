@@ -131,7 +131,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import sharded_case
 import dataclasses
-mesh = sharded_case.MeshConfig(data=2, fsdp=2)  # libtpu 0.0.50 aborts on sums over `tensor` on slices this small
+mesh = sharded_case.MeshConfig(data=2, fsdp=2)  # libtpu 0.0.50 aborts on a number's sum over `tensor`
 CONFIG = sharded_case.run_config("stage1", mesh, sharded_case.Memory(True, True, 2), 4, 1)
 CONFIG = dataclasses.replace(
     CONFIG, target={target!r}, start_from=None, compute_dtype="bfloat16",
@@ -175,6 +175,64 @@ def test_a_small_run_planned_for_a_real_slice(config_file: Path, tmp_path: Path)
     assert not values["uncounted"]
     kinds = {c["kind"] for c in values["collectives"]}
     assert "all-gather" in kinds and all(c["network"] == "ici" for c in values["collectives"])
+
+
+def test_only_sums_of_gradients_cross_between_slices(config_file: Path, tmp_path: Path) -> None:
+    done = command(config_file, "--slice", "2xv5e-4", "--json", str(tmp_path / "plan.json"))
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["slice"]["devices"] == 8 and values["run"]["changed_for_slice"]["mesh.dcn_data"] == 2
+    work, crossing = values["per_device_and_step"], [c for c in values["collectives"] if c["network"] == "dcn"]
+    assert {c["kind"] for c in crossing} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert 0 < work["dcn_bytes"] == sum(c["bytes"] for c in crossing) and values["seconds_at_least"]["dcn"] > 0
+    # Each device's share of the float32 gradients, met by the other slice's: sent and received once. Vectors, whole
+    # everywhere, and a few numbers are on top; weights and activations would be several times as much.
+    share = values["argument_bytes_by_kind"]["drafter params"]
+    assert share <= work["dcn_bytes"] <= 2 * share
+    assert "DCN" in done.stdout and "(dcn)" in done.stdout
+
+
+def test_a_round_of_decoding_planned_for_a_real_slice(config_file: Path, tmp_path: Path) -> None:
+    done = command(config_file, "--slice", "v5e-4", "--decode", "8x64", "--json", str(tmp_path / "plan.json"))
+    assert done.returncode == 0, done.stderr
+    assert "one round of decoding" in done.stdout and "Nothing was run" in done.stdout
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["fits"] and values["run"]["mesh"] == "data=2, tensor=2" and not values["uncounted"]
+    L, G, E = sharded_case.SHAPE["num_layers"], 2, 8
+    kinds = values["argument_bytes_by_kind"]
+    assert (
+        kinds["target cache"] == 2 * L * (8 * G // 4) * 64 * E * 2
+    )  # keys and values, bfloat16; a quarter of the rows' heads
+    assert kinds["drafter context"] == 2 * 1 * (8 * G // 4) * 64 * E * 2
+    # One round, not none and not two: the products of the target's and the drafter's matrices over a block of 4.
+    V, D, F = (sharded_case.SHAPE[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
+    products = 8 * 4 * 2 * ((L + 1) * (D * E * (2 * 4 + 2 * G) + 3 * D * F) + 2 * D * V) / 4
+    assert 0.9 * products <= values["per_device_and_step"]["flops"] <= 2 * products
+    few, many = values["tokens_per_second_at_most"].values()
+    assert many == 4 * few == 4 * values["rounds_per_second_at_most"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--decode", "8by64"], "must be requests x cache tokens"),
+        (["--decode", "8x64", "--search"], "without --search"),
+        (["--decode", "7x64"], "7 rows of decoding do not divide over 2 shares"),
+    ],
+)
+def test_a_round_that_cannot_be(
+    config_file: Path, capsys: pytest.CaptureFixture, arguments: list, message: str
+) -> None:
+    assert main(["plan", str(config_file), "--slice", "v5e-4", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_device_is_comes_from_the_table_of_cores() -> None:
+    for chip in CHIPS.values():
+        cores = chip.core.cores_per_device
+        assert chip.flops == cores * chip.core.bf16_flops_per_second and chip.hbm_bytes == cores * chip.core.hbm_bytes
+    assert CHIPS["v5p"].flops == 459e12 and CHIPS["v5p"].hbm_bytes_per_s == 2765e9
+    assert CHIPS["tpu7x"].devices_per_chip == 2 and CHIPS["v5p"].devices_per_chip == 1
 
 
 @pytest.mark.slow
