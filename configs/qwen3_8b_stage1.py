@@ -73,7 +73,7 @@ CONFIG = RunConfig(
     new=DrafterShape(mask_token_id=151669, num_layers=5, block_size=16),
     anchors_per_row=512,
     mesh=MeshConfig(fsdp=16),
-    memory=Memory(scan_layers=True, remat_layers=True, anchor_chunk=64),
+    memory=Memory(scan_layers=True, remat_layers=True),
 )
 
 TINY = RunConfig(

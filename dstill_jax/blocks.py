@@ -25,6 +25,17 @@ class Blocks(NamedTuple):
     positions: Int[Array, "B A K"]  # absolute positions within the document
 
 
+class Sight(NamedTuple):
+    """What blocks see of a context: slots strictly before their anchor, of the document that the anchor stands in.
+
+    `pallas_kernels.block_attention` makes the mask of it, tile by tile.
+    """
+
+    anchors: Int[Array, "B A"]
+    valid: Bool[Array, "B A"] | None = None  # an invalid block sees nothing, not even itself; None: all are valid
+    document_ids: Int[Array, "B S"] | None = None  # equal ids stand together; None: the context is one document
+
+
 def valid_anchors(loss_mask: Bool[Array, "B S"], document_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
     """An anchor is supervised at a and at a + 1, within one document."""
     following = jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
@@ -64,15 +75,6 @@ def cut_blocks(
     scored = inside & own & gather(loss_mask) & valid[..., None] & (jnp.arange(block_size) > 0)
     slots = jnp.take_along_axis(positions, anchors, axis=1)[..., None] + jnp.arange(block_size)
     return Blocks(anchors, valid, gather(tokens), scored, slots)
-
-
-def context_mask(
-    anchors: Int[Array, "B A"], valid: Bool[Array, "B A"], document_ids: Int[Array, "B S"]
-) -> Bool[Array, "B A S"]:
-    """Which context positions a block may attend to: its own document, strictly before its anchor."""
-    before = jnp.arange(document_ids.shape[1]) < anchors[..., None]
-    own = document_ids[:, None, :] == jnp.take_along_axis(document_ids, anchors, axis=1)[..., None]
-    return before & own & valid[..., None]
 
 
 @dataclass(frozen=True)

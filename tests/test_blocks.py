@@ -8,6 +8,7 @@ import pytest
 from dstill_jax import blocks as blocks_lib
 from dstill_jax.blocks import Blocks, ViewMix
 from dstill_jax.errors import UserError
+from pallas_kernels.block_attention import visible_intervals
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -62,7 +63,9 @@ def test_blocks_equal_a_plain_loop_on_packed_rows(cut, seed):
     anchors = random.integers(0, S, (rows, 7)).astype(np.int32)  # unsorted, with duplicates, valid or not
     valid = random.random((rows, 7)) < 0.8
     blocks = cut(tokens, loss_mask, ids, positions, anchors, valid, K)
-    visible = np.asarray(blocks_lib.context_mask(jnp.asarray(anchors), jnp.asarray(valid), jnp.asarray(ids)))
+    rules = {"valid": jnp.asarray(valid), "context_documents": jnp.asarray(ids), "block_documents": None}
+    sees = visible_intervals(jnp.asarray(anchors), 1, K, S, **rules, slots=None, causal=False, window=None)
+    visible = np.asarray(sees.context_mask(S))[:, :, 0]
     for b in range(rows):
         for i, a in enumerate(anchors[b]):
             for j in range(K):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dstill_jax.blocks import Sight
 from dstill_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
@@ -127,7 +128,7 @@ def _block_logits(target_config, target_params, config, params, row, length, blo
         target_lib.embed(target_params, block)[None, None],
         (length + jnp.arange(block.shape[0]))[None, None],
         context,
-        (jnp.arange(row.shape[0]) < length)[None, None],
+        Sight(length[None, None]),
     )
     return hidden[0, 0], target_lib.head(target_config, target_params, hidden)[0, 0]
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dstill_jax.blocks import Sight
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session, check_pair
@@ -165,6 +166,6 @@ def _draft_logits(
         target_lib.embed(target_params, block[None]),
         (n + jnp.arange(block.shape[1]))[None, None],
         drafter_lib.context_kv(drafter, drafter_params, c, positions),
-        jnp.ones((1, 1, n), bool),
+        Sight(jnp.full((1, 1), n)),
     )
     return target_lib.head(target, target_params, hidden)[0, 0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dstill_jax.blocks import Sight
 from dstill_jax.decoding.sampling import choose
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
 from dstill_jax.models import drafter as drafter_lib
@@ -88,14 +89,14 @@ class BlockDiffusion:
         K = self.draft_tokens + 1
         anchor = state.length - 1
         positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]
-        context_mask = (jnp.arange(state.tokens.shape[1]) < anchor[:, None])[:, None]  # strictly before the anchor
+        sight = Sight(anchor[:, None])
 
         # One pass commits everything, and left to right asks nobody: only the other orders compare slots.
         ranked = self.passes > 1 and self.order != "left_to_right"
 
         def hidden_fn(tokens: Array, slots: Array) -> Array:
             x = target_lib.embed(weights.target, tokens)
-            return drafter_lib.denoise(config, params, x, positions, state.context, context_mask, slots)
+            return drafter_lib.denoise(config, params, x, positions, state.context, sight, slots)
 
         def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
             # The drafter draws with the noise the target will draw with: at a temperature, agreeing on the noise is

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax import blocks as blocks_lib
-from dstill_jax.blocks import Blocks
+from dstill_jax.blocks import Blocks, Sight
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.losses import weights as weights_lib
@@ -56,7 +56,7 @@ class Conditioned(NamedTuple):
     taps: Float[Array, "B S T*D"]  # scaled
     target_hidden: Float[Array, "B S D"]
     positions: Int[Array, "B S"]
-    visible: Bool[Array, "B A S"]
+    sight: Sight
 
 
 def fold_tap_scale(params: Params, tap_scale: Float[Array, "T*D"]) -> Params:
@@ -89,8 +89,7 @@ def condition(task: Task, frozen: Frozen, batch: dict[str, Array], key: Array) -
     anchors, valid = blocks_lib.sample_anchors(key, batch["loss_mask"], ids, task.anchors_per_row)
     anchors, valid = constrain(anchors, "batch", "anchors"), constrain(valid, "batch", "anchors")
     blocks = blocks_lib.cut_blocks(tokens, batch["loss_mask"], ids, positions, anchors, valid, task.drafter.block_size)
-    visible = blocks_lib.context_mask(anchors, valid, ids)
-    return Conditioned(blocks, taps, hidden.astype(dtype), positions, visible)
+    return Conditioned(blocks, taps, hidden.astype(dtype), positions, Sight(anchors, valid, ids))
 
 
 def project(task: Task, params: Params, data: Conditioned) -> ContextKV:
@@ -110,9 +109,7 @@ def run_pass(
 ) -> Float[Array, "B A R|K D"]:
     """One pass of the drafter over block tokens."""
     x = rows_of_table(frozen.embedding, tokens).astype(data.taps.dtype)
-    return drafter_lib.denoise(
-        task.drafter, params, x, data.blocks.positions, context, data.visible, slots, task.memory
-    )
+    return drafter_lib.denoise(task.drafter, params, x, data.blocks.positions, context, data.sight, slots, task.memory)
 
 
 def to_columns(frozen: Frozen, tokens: Int[Array, "*batch"]) -> Int[Array, "*batch"]:

@@ -10,8 +10,9 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from dstill_jax.blocks import Sight
 from dstill_jax.config import DrafterConfig
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
@@ -29,7 +30,8 @@ class Memory:
 
     scan_layers: bool = False  # one draft layer is compiled, in a loop; their weights are stacked in each pass
     remat_layers: bool = False  # the backward pass computes each draft layer again instead of keeping its activations
-    anchor_chunk: int | None = None  # anchors whose attention scores exist at one time; they are computed again, too
+    # Anchors whose attention scores exist at one time; they are computed again, too. Not on TPUs, where none exist.
+    anchor_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.anchor_chunk is not None and self.anchor_chunk < 1:
@@ -61,8 +63,7 @@ class DrafterLayer(nn.Module):
         x: Float[Array, "B A K D"],
         rope: tuple[Array, Array],
         context_kv: tuple[Array, Array],
-        context_mask: Bool[Array, "B A C"],
-        block_mask: Bool[Array, "B A K K"],
+        sight: Sight,
         query_slots: Int[Array, "B A R"] | None,
     ) -> Float[Array, "B A R|K D"]:
         normed = self.input_layernorm(x)
@@ -71,9 +72,10 @@ class DrafterLayer(nn.Module):
             rows = query_slots[..., None]
             x, normed = (jnp.take_along_axis(y, rows, axis=2) for y in (x, normed))
             rope = tuple(jnp.take_along_axis(table, rows, axis=2) for table in rope)  # type: ignore[assignment]
-            block_mask = jnp.take_along_axis(block_mask, rows, axis=2)
         q = self.attention.queries(normed, *rope)
-        attended = spread_block_attention(q, *context_kv, context_mask, k, v, block_mask, self.anchor_chunk)
+        attended = spread_block_attention(
+            q, *context_kv, sight, k, v, query_slots, causal=self.config.causal, anchor_chunk=self.anchor_chunk
+        )
         x = x + self.attention.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -102,21 +104,18 @@ class DrafterModule(nn.Module):
         x: Float[Array, "B A K D"],
         positions: Int[Array, "B A K"],
         context_kv: ContextKV,
-        context_mask: Bool[Array, "B A C"],
+        sight: Sight,
         query_slots: Int[Array, "B A R"] | None = None,
     ) -> Float[Array, "B A R|K D"]:
-        K = x.shape[2]
-        block_mask = jnp.tril(jnp.ones((K, K), bool)) if self.config.causal else jnp.ones((K, K), bool)
-        block_mask = jnp.broadcast_to(block_mask, (*x.shape[:3], K))
         rope = rope_tables(self.config.rope, self.config.head_dim, positions)
         for i, (layer, kv) in enumerate(zip(self.layers, context_kv, strict=True)):
             last = i == len(self.layers) - 1
-            x = layer(x, rope, kv, context_mask, block_mask, query_slots if last else None)
+            x = layer(x, rope, kv, sight, query_slots if last else None)
         return self.norm(x)
 
-    def everything(self, taps: Array, positions: Array, x: Array, block_positions: Array, mask: Array) -> Array:
+    def everything(self, taps: Array, positions: Array, x: Array, block_positions: Array, sight: Sight) -> Array:
         """Touches every parameter, for initialisation."""
-        return self.denoise(x, block_positions, self.context_kv(self.project_context(taps), positions), mask)
+        return self.denoise(x, block_positions, self.context_kv(self.project_context(taps), positions), sight)
 
 
 def init_params(config: DrafterConfig, key: Array) -> Params:
@@ -127,7 +126,7 @@ def init_params(config: DrafterConfig, key: Array) -> Params:
         jnp.zeros((1, 1), jnp.int32),
         jnp.zeros((1, 1, 2, D)),
         jnp.zeros((1, 1, 2), jnp.int32),
-        jnp.ones((1, 1, 1), bool),
+        Sight(jnp.ones((1, 1), jnp.int32)),
     )
     return DrafterModule(config).init(key, *args, method="everything")["params"]
 
@@ -150,7 +149,7 @@ def denoise(
     x: Float[Array, "B A K D"],
     positions: Int[Array, "B A K"],
     context_kv: ContextKV,
-    context_mask: Bool[Array, "B A C"],
+    sight: Sight,
     query_slots: Int[Array, "B A R"] | None = None,
     memory: Memory = Memory(),
 ) -> Float[Array, "B A R|K D"]:
@@ -159,14 +158,14 @@ def denoise(
     Args:
       x: target embeddings of the block's tokens (anchor, then masks or revealed tokens).
       positions: absolute positions of the slots.
-      context_mask: which context slots a block may attend to (strictly before its anchor).
+      sight: which context slots a block may attend to.
       query_slots: compute the outputs of these slots only, [.., R]; the last layer is then cheaper.
     """
     with jax.named_scope("drafter"):
         if memory.scan_layers:
-            return _denoise_in_a_loop(config, params, x, positions, context_kv, context_mask, query_slots, memory)
+            return _denoise_in_a_loop(config, params, x, positions, context_kv, sight, query_slots, memory)
         return DrafterModule(config, memory).apply(  # type: ignore[return-value]
-            {"params": params}, x, positions, context_kv, context_mask, query_slots, method="denoise"
+            {"params": params}, x, positions, context_kv, sight, query_slots, method="denoise"
         )
 
 
@@ -176,20 +175,17 @@ def _denoise_in_a_loop(
     x: Array,
     positions: Array,
     context_kv: ContextKV,
-    context_mask: Array,
+    sight: Sight,
     query_slots: Array | None,
     memory: Memory,
 ) -> Array:
     """`denoise`, as a scan over the layers; with `query_slots` the last one, which is another program, stands after it."""
-    K = x.shape[2]
-    visible = jnp.tril(jnp.ones((K, K), bool)) if config.causal else jnp.ones((K, K), bool)
-    block_mask = jnp.broadcast_to(visible, (*x.shape[:3], K))
     rope = rope_tables(config.rope, config.head_dim, positions)
     layer = DrafterLayer(config, memory.anchor_chunk)
 
     def one(x: Array, inputs: tuple[Params, tuple[Array, Array]], slots: Array | None = None) -> tuple[Array, None]:
         weights, kv = inputs
-        return layer.apply({"params": weights}, x, rope, kv, context_mask, block_mask, slots), None
+        return layer.apply({"params": weights}, x, rope, kv, sight, slots), None
 
     inputs = [(params[f"layers_{i}"], kv) for i, kv in enumerate(context_kv)]
     looped = inputs if query_slots is None else inputs[:-1]

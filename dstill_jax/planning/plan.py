@@ -75,7 +75,7 @@ def fit_to_slice(config: RunConfig, place: Slice) -> tuple[RunConfig, dict[str, 
 
 
 def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[str, Any]]]:
-    """What `search` tries: mesh shapes x rows per device x remat x anchor chunk, the cheapest in memory last.
+    """What `search` tries: mesh shapes x rows per device x remat, the cheapest in memory last.
 
     The optimiser step keeps its number of rows where the shares divide it: fewer rows per device are micro-batches.
     """
@@ -87,15 +87,12 @@ def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[st
                 continue
             mesh = MeshConfig(inner // (fsdp * tensor), fsdp, tensor, place.num_slices)
             for per_share in (4, 2, 1):
-                for remat, chunk in ((False, 64), (True, 64), (True, 16)):
-                    memory = Memory(True, remat, min(chunk, config.anchors_per_row))
-                    if config.anchors_per_row % memory.anchor_chunk:  # type: ignore[operator]
-                        continue
+                for memory in (Memory(scan_layers=True), Memory(scan_layers=True, remat_layers=True)):
                     batches = dataclasses.replace(config.batches, batch_size=per_share * tensor * mesh.row_shares)
                     changed = {
                         "mesh": mesh.describe(),
                         "batches.batch_size": batches.batch_size,
-                        "memory": f"remat_layers={memory.remat_layers}, anchor_chunk={memory.anchor_chunk}",
+                        "memory": f"remat_layers={memory.remat_layers}",
                     }
                     train = dataclasses.replace(config.train, accumulate_steps=1)
                     try:
@@ -149,5 +146,4 @@ def _needs_more(a: RunConfig, b: RunConfig) -> bool:
         a.mesh == b.mesh
         and a.batches.batch_size >= b.batches.batch_size
         and a.memory.remat_layers <= b.memory.remat_layers
-        and (a.memory.anchor_chunk or 10**9) >= (b.memory.anchor_chunk or 10**9)
     )

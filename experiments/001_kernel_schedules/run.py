@@ -1,15 +1,16 @@
-"""Compiles block attention, splash attention with the same mask and a dense XLA version for every chip, and tabulates them.
+"""Compiles block attention, splash attention with the same mask and dense XLA einsums for every chip, and tabulates them.
 
     JAX_PLATFORMS=cpu python experiments/001_kernel_schedules/run.py [chip ...]
 
-Hardware: none of the chips; any Linux x86-64 machine with `jax[tpu]` installed. About 15 minutes on two CPU cores.
-Writes results.json beside this file and prints a table. Every figure is of code *compiled for* a chip; nothing ran on one.
+Hardware: none of the chips; any Linux x86-64 machine with `jax[tpu]` installed. About 40 minutes on two CPU cores; a run that
+was stopped goes on where it was, and rows are compiled anew only when the code they compile has changed. Writes results.json
+beside this file and prints the table of README.md. Every figure is of code *compiled for* a chip; nothing ran on one.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from pallas_kernels import testing
 from pallas_kernels.block_attention import block_attention, visible_intervals
-from pallas_kernels.block_attention.blocks import choose
+from pallas_kernels.block_attention.blocks import Tiling, choose
 from pallas_kernels.block_attention.plan import make_plan, visited_and_needed
 from pallas_kernels.chips import chip
 
@@ -40,12 +42,10 @@ class Shape:
 
 
 SHAPE = Shape()
-SPLASH_TILES = (
-    (512, 512, 512),
-    (1024, 512, 512),
-    (1024, 1024, 512),
-    (1024, 1024, 1024),
-)  # rows, keys fetched, keys at once
+SPLASH_TILES = ((512, 512, 512), (1024, 512, 512), (512, 1024, 512), (1024, 1024, 512))  # rows, keys fetched, at once
+
+
+# --- what is compiled ---
 
 
 def ours(gradient: bool, implementation: str = "auto") -> tuple[Any, Any]:
@@ -64,6 +64,14 @@ def ours(gradient: bool, implementation: str = "auto") -> tuple[Any, Any]:
     return _maybe_gradient(attend, structs, heads, gradient)
 
 
+def _mask(anchors: jax.Array) -> jax.Array:
+    """[A * K, S + A * K]: a block sees context before its anchor, and itself."""
+    s = SHAPE
+    block = jnp.arange(s.A * s.K) // s.K
+    context = jnp.arange(s.S) < jnp.repeat(anchors, s.K)[:, None]
+    return jnp.concatenate([context, block[:, None] == block], axis=1)
+
+
 def splash(gradient: bool, tile: list[int], fused: bool = False) -> tuple[Any, Any]:
     """jax's splash attention over context and all blocks' own keys, its mask given as an array."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
@@ -76,13 +84,27 @@ def splash(gradient: bool, tile: list[int], fused: bool = False) -> tuple[Any, A
         sizes |= {"use_fused_bwd_kernel": True} if fused else {"block_q_dq": rows, "block_kv_dq": fetched}
 
     def attend(q, k, v, anchors):
-        row_anchor = jnp.repeat(anchors, s.K)[:, None]
-        block = jnp.arange(s.A * s.K) // s.K
-        context = jnp.arange(s.S) < row_anchor
-        mask = jnp.concatenate([context, block[:, None] == block], axis=1)
-        mask = jnp.broadcast_to(mask, (s.H // s.G, *mask.shape))
-        one_group = kernel.make_splash_mqa_single_device(mask, block_sizes=kernel.BlockSizes(**sizes))
-        return jax.vmap(one_group)(q, k, v)
+        # One mask for all heads of a group: the kernel reads the same one for each.
+        one_group = kernel.make_splash_mqa_single_device(_mask(anchors)[None], block_sizes=kernel.BlockSizes(**sizes))
+        # Inside jit a flag among the mask's facts has become a traced array, of which the kernel then asks the value.
+        infos = (one_group.fwd_mask_info, one_group.dq_mask_info, one_group.dkv_mask_info)
+        infos = [info if info is None else info._replace(is_dynamic_mask=True) for info in infos]
+        one_group = kernel.SplashAttentionKernel(*infos, **one_group.kwargs)
+        return jax.vmap(lambda *x: one_group(*x))(q, k, v)
+
+    q = struct((s.G, s.H // s.G, s.A * s.K, s.E), jnp.bfloat16)
+    keys = struct((s.G, s.S + s.A * s.K, s.E), jnp.bfloat16)
+    return _maybe_gradient(attend, (q, keys, keys, struct((s.A,), jnp.int32)), q, gradient)
+
+
+def dense(gradient: bool) -> tuple[Any, Any]:
+    """Two einsums over context and all blocks' own keys, softmax in float32 between them."""
+    s, struct = SHAPE, jax.ShapeDtypeStruct
+
+    def attend(q, k, v, anchors):
+        scores = jnp.einsum("ghne,gce->ghnc", q, k, preferred_element_type=jnp.float32) * s.E**-0.5
+        weights = jax.nn.softmax(jnp.where(_mask(anchors), scores, -1e30), axis=-1)
+        return jnp.einsum("ghnc,gce->ghne", weights.astype(v.dtype), v)
 
     q = struct((s.G, s.H // s.G, s.A * s.K, s.E), jnp.bfloat16)
     keys = struct((s.G, s.S + s.A * s.K, s.E), jnp.bfloat16)
@@ -99,90 +121,199 @@ def _maybe_gradient(attend: Any, structs: tuple, out: jax.ShapeDtypeStruct, grad
     return both, (out, *structs)
 
 
-def tile_counts() -> dict[str, float]:
-    """Key tiles visited over key tiles needed, at random anchors."""
+# --- what is counted ---
+
+
+def _tiling(chip_name: str, gradient: bool) -> Tiling:
     s = SHAPE
-    anchors = jnp.asarray(np.random.default_rng(0).integers(1, s.S, (s.B, s.A)))
-    none = dict.fromkeys(("valid", "context_documents", "block_documents", "slots"))
-    sees = visible_intervals(anchors, s.K, s.K, s.S, causal=False, window=None, **none)
-    t = choose(
-        None, "v5e", anchors=s.A, group_rows=s.H // s.G * s.K, block_size=s.K, context_length=s.S, head_dim=s.E,
-        itemsize=2, backward=False,
+    return choose(
+        None, chip_name, anchors=s.A, group_rows=s.H // s.G * s.K, block_size=s.K, context_length=s.S, head_dim=s.E,
+        itemsize=2, backward=gradient,
     )  # fmt: skip
-    visited, needed = visited_and_needed(make_plan(sees, s.H // s.G, s.S, t), s.B, t)
-    return {"visited": int(visited), "needed": int(needed), "of": s.B * t.query_tiles * t.key_tiles}
 
 
-def _row(chip_name: str, name: str, report: testing.Report, kernels: dict[str, int], products: int) -> dict[str, Any]:
-    """One line of the table; `kernels` maps part of a kernel's name to the elements (rows x keys) of its hot tile."""
+def _random_anchors() -> np.ndarray:
+    return np.random.default_rng(0).integers(1, SHAPE.S, (SHAPE.B, SHAPE.A))
+
+
+def our_tiles(chip_name: str, gradient: bool) -> dict[str, float]:
+    """Context tiles of one layer, and the products that the tiles of own blocks add, in tiles of 512 x 512."""
+    s, t = SHAPE, _tiling(chip_name, gradient)
+    none = dict.fromkeys(("valid", "context_documents", "block_documents", "slots"))
+    sees = visible_intervals(jnp.asarray(_random_anchors()), s.K, s.K, s.S, causal=False, window=None, **none)
+    visited, needed = (int(x) for x in visited_and_needed(make_plan(sees, s.H // s.G, s.S, t), s.B, t))
+    unit = s.G * t.rows * t.keys / 512**2
+    own = s.B * s.G * t.query_tiles * t.rows * t.own_keys / 512**2
+    return {"visited_over_needed": visited / needed, "tiles": visited * unit, "own_tiles": own}
+
+
+def splash_tiles(tile: tuple[int, int, int]) -> dict[str, float]:
+    """The same of splash attention with the blocks already sorted by anchor, which is the best a caller can do for it."""
+    s, (rows, keys, _) = SHAPE, tile
+    mask = np.asarray(_mask(jnp.asarray(np.sort(_random_anchors()[0]))))
+    tiles = mask.reshape(mask.shape[0] // rows, rows, mask.shape[1] // keys, keys).any(axis=(1, 3)).sum()
+    return {"tiles": int(tiles) * s.H * rows * keys / 512**2, "own_tiles": 0.0}
+
+
+def _kernel_figures(
+    chip_name: str, report: testing.Report, kernels: dict[str, tuple[int, int]], counts: dict[str, float]
+) -> dict[str, Any]:
+    """Of hot tiles and the time bound; `kernels`: part of a kernel's name -> (rows x keys of its hot tile, products)."""
     facts, s = chip(chip_name), SHAPE
-    found = [
-        (k, size, schedule) for k, size in kernels.items() for schedule in report.schedules if k in schedule.kernel
-    ]
-    row: dict[str, Any] = {"chip": chip_name, "what": name, "temporary_bytes": report.temporary_bytes}
-    row["hbm_bytes"] = report.accessed_bytes
-    if found:
-        hot = [(schedule.hot, 512 * 512 / size) for _, size, schedule in found]
-        bundles = sum(part.bundles * share for part, share in hot)
-        row |= {
-            "bundles_per_512x512": round(bundles),
-            "spills_and_fills": sum(part.spills + part.fills for part, _ in hot),
-            "busy": {
-                unit: round(sum(p.utilisation(unit) * p.bundles * c for p, c in hot) / bundles, 3)
-                for unit in ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
-            },
-            "ideal_over_bundles": round(products * facts.mxu_cycles(512, s.E, 512) / bundles, 3),
-            "hbm_bound_ms": round(report.accessed_bytes / facts.hbm_bytes_per_second * 1e3, 3),
-        }
-    return row
+    found = [(*kernels[k], schedule) for k in kernels for schedule in report.schedules if k in schedule.kernel]
+    hot = [(schedule.hot, 512**2 / size, products) for size, products, schedule in found]
+    bundles = sum(part.bundles * share for part, share, _ in hot)
+    ideal = sum(products for *_, products in hot) * facts.mxu_cycles(512, s.E, 512)
+    clock = facts.bf16_flops_per_second / (2 * facts.mxus * facts.mxu_size**2)
+    tiles = counts["tiles"] + counts["own_tiles"]
+    return {
+        "bundles_per_512x512": round(bundles),
+        "spills_and_fills": sum(part.spills + part.fills for part, *_ in hot),
+        "busy": {
+            unit: round(sum(p.utilisation(unit) * p.bundles * c for p, c, _ in hot) / bundles, 3)
+            for unit in ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
+        },
+        "ideal_over_bundles": round(ideal / bundles, 3),
+        **counts,
+        "schedule_bound_ms": round(bundles * tiles / clock * 1e3, 3),
+    }
 
 
-def measure(chip_name: str, rows: list[dict[str, Any]], done: Callable[[], None]) -> None:
-    """Appends all rows of one chip, calling `done` after each group of them."""
-    s = SHAPE
-    me = f"{Path(__file__).resolve()}"
+# --- cases ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program compiled for every chip."""
+
+    name: str
+    builder: str
+    arguments: dict[str, Any]
+    kernels: str  # operations whose schedule is read
+
+    @property
+    def gradient(self) -> bool:
+        return self.arguments["gradient"]
+
+    def figures(self, chip_name: str, report: testing.Report) -> dict[str, Any]:
+        row: dict[str, Any] = {"temporary_bytes": report.temporary_bytes, "hbm_bytes": report.accessed_bytes}
+        row["hbm_bound_ms"] = round(report.accessed_bytes / chip(chip_name).hbm_bytes_per_second * 1e3, 3)
+        if self.builder == "splash":
+            tile = self.arguments["tile"]
+            size = tile[0] * tile[1]  # keys fetched, in pieces, all in one stretch of code
+            fused = self.arguments["fused"]
+            kernels = {"_fwd": (size, 2)} if not self.gradient else {"_dkv": (size, 5 if fused else 4)}
+            if self.gradient and not fused:
+                kernels["_dq"] = (size, 3)
+            row |= _kernel_figures(chip_name, report, kernels, splash_tiles(tile))
+        elif self.kernels == "block_attention":
+            t = _tiling(chip_name, self.gradient)
+            kernel = "block_attention_backward" if self.gradient else "block_attention_forward"
+            keys = min(2 * t.keys, t.chunk)  # tiles are visited in pairs
+            size = {kernel: (t.rows * keys, 5 if self.gradient else 2)}
+            row |= _kernel_figures(chip_name, report, size, our_tiles(chip_name, self.gradient))
+        return row
+
+
+def cases() -> list[Case]:
+    """Everything that is compiled, the cheap ones first."""
+    found = []
     for gradient in (False, True):
-        t = choose(
-            None, chip_name, anchors=s.A, group_rows=s.H // s.G * s.K, block_size=s.K, context_length=s.S,
-            head_dim=s.E, itemsize=2, backward=gradient,
-        )  # fmt: skip
-        kernel = "block_attention_backward" if gradient else "block_attention_forward"
-        report = testing.schedules_of(chip_name, f"{me}:ours", {"gradient": gradient}, "block_attention")
         name = "backward" if gradient else "forward"
-        rows.append(_row(chip_name, f"block_attention {name}", report, {kernel: t.rows * t.keys}, 5 if gradient else 2))
-        done()
+        found.append(Case(f"ours {name}", "ours", {"gradient": gradient}, "block_attention"))
+    for gradient in (False, True):
+        name = "backward" if gradient else "forward"
         for tile in SPLASH_TILES:
             for fused in (False, True)[: 1 + gradient]:
-                size = tile[0] * tile[2]
-                kernels = {"_dkv": size} | ({} if fused else {"_dq": size}) if gradient else {"_fwd": size}
-                if gradient and not fused:
-                    kernels["_dq"] = tile[0] * tile[1]
                 label = f"splash {name}{' fused' if fused else ''} {'x'.join(map(str, tile))}"
-                try:
-                    arguments = {"gradient": gradient, "tile": tile, "fused": fused}
-                    report = testing.schedules_of(chip_name, f"{me}:splash", arguments, "splash")
-                except RuntimeError as error:
-                    rows.append({"chip": chip_name, "what": label, "error": str(error).splitlines()[-1][:200]})
-                    continue
-                rows.append(_row(chip_name, label, report, kernels, 2 if not gradient else 5 if fused else 7))
-        report = testing.schedules_of(chip_name, f"{me}:ours", {"gradient": gradient, "implementation": "xla"}, "none")
-        rows.append(_row(chip_name, f"XLA in chunks {name}", report, {}, 0))
-        done()
+                found.append(Case(label, "splash", {"gradient": gradient, "tile": tile, "fused": fused}, "splash"))
+        found.append(Case(f"dense XLA {name}", "dense", {"gradient": gradient}, "none"))
+        arguments = {"gradient": gradient, "implementation": "xla"}
+        found.append(Case(f"XLA in chunks {name}", "ours", arguments, "none"))
+    return found
+
+
+def _digest(case: Case) -> str:
+    """Of what a row depends on: the peers' code comes with jax, ours lies in the package."""
+    content = json.dumps([case.builder, case.arguments, dataclasses.asdict(SHAPE), jax.__version__])
+    if case.builder == "ours":
+        package = Path(pallas_kernels.__file__).parent
+        paths = [*package.glob("block_attention/*.py"), *package.glob("tuning/*.json"), package / "block_sizes.py"]
+        content += "".join(path.read_text() for path in sorted(paths))
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def compile_missing(results: dict[str, Any], chips: list[str], path: Path) -> None:
+    """Adds the rows that are not there yet, writing the file after each."""
+    for case in cases():
+        for name in chips:
+            rows = results["rows"].setdefault(name, {})
+            if rows.get(case.name, {}).get("digest") == (digest := _digest(case)):
+                continue
+            try:
+                builder = f"{HERE / 'run.py'}:{case.builder}"
+                report = testing.schedules_of(name, builder, case.arguments, case.kernels)
+                row = case.figures(name, report)
+            except RuntimeError as error:  # what the compiler refuses is a result, too
+                row = {"error": str(error).strip().splitlines()[-1][:200]}
+            rows[case.name] = {"digest": digest, **row}
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            print(name, case.name, json.dumps(row), flush=True)
+
+
+# --- the table ---
+
+
+def _best_splash(rows: dict[str, Any], direction: str) -> tuple[str, dict[str, Any]]:
+    """Of all tile sizes that compile, the one with the least time bound by its schedule."""
+    found = {k: v for k, v in rows.items() if k.startswith(f"splash {direction}") and "error" not in v}
+    name = min(found, key=lambda k: found[k]["schedule_bound_ms"])
+    return name, found[name]
+
+
+def table(results: dict[str, Any]) -> str:
+    """README's table, one line for each chip, direction and competitor."""
+    lines = [
+        "| chip | what | bundles per 512 x 512 | MXU busy | spills + fills | tiles | schedule bound, ms | HBM bound, ms "
+        "| HBM bytes | temporaries |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in results["rows"].items():
+        for direction in ("forward", "backward"):
+            listed = [(f"ours {direction}", rows[f"ours {direction}"]), _best_splash(rows, direction)]
+            listed.append((f"dense XLA {direction}", rows[f"dense XLA {direction}"]))
+            lines += [f"| {name} | {what} | {_cells(row)} |" for what, row in listed]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return " | ".join([row["error"].replace("|", "/"), *[""] * 7])
+    cells = [""] * 5
+    if "bundles_per_512x512" in row:
+        cells = [
+            str(row["bundles_per_512x512"]),
+            f"{row['busy']['MXU']:.0%}",
+            str(row["spills_and_fills"]),
+            f"{row['tiles']:.0f}",
+            f"{row['schedule_bound_ms']:.2f}",
+        ]
+    cells += [
+        f"{row['hbm_bound_ms']:.2f}",
+        f"{row['hbm_bytes'] / 1e6:.0f} MB",
+        f"{row['temporary_bytes'] / 1e6:.1f} MB",
+    ]
+    return " | ".join(cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", help="by default all")
     path = HERE / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results |= {
-        "compiled_for_not_run_on": True, "jax": jax.__version__, "shape": dataclasses.asdict(SHAPE), "tiles": tile_counts()
-    }  # fmt: skip
-    for name in parser.parse_args().chips or testing.chip_names():
-        results.setdefault("rows", {})[name] = []
-        measure(name, results["rows"][name], lambda: path.write_text(json.dumps(results, indent=1) + "\n"))
-        for row in results["rows"][name]:
-            print(json.dumps(row), flush=True)
+    results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    results |= {"compiled_for_not_run_on": True, "jax": jax.__version__, "shape": dataclasses.asdict(SHAPE)}
+    compile_missing(results, parser.parse_args().chips or list(testing.chip_names()), path)
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class BlockSizes:
     rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
     keys_unrolled: int = 512  # keys of one product forward
     rows_unrolled_backward: int = 128
+    keys_unrolled_backward: int = 256
     context: int = 4096  # context keys that stay in VMEM while all query tiles pass
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class Tiling:
     rows_unrolled: int
     keys_unrolled: int
     rows_unrolled_backward: int
+    keys_unrolled_backward: int
 
     @property
     def rows(self) -> int:
@@ -82,6 +84,7 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
         rows_unrolled=_divisor(rows, sizes.rows_unrolled),
         keys_unrolled=_divisor(keys, sizes.keys_unrolled),
         rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
+        keys_unrolled_backward=_divisor(keys, sizes.keys_unrolled_backward),
     )
 
 
@@ -107,7 +110,7 @@ def heuristic(facts: Chip, context_length: int, head_dim: int, itemsize: int, *,
     # on 256 wide arrays, the fewest spills on 128 wide ones.
     products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 512}
     if facts.mxu_size == 128:
-        products = {"rows_unrolled": 128, "keys_unrolled": 256, "rows_unrolled_backward": 128}
+        products = {"rows_unrolled": 512, "keys_unrolled": 128, "rows_unrolled_backward": 128}
     return BlockSizes(context=context, **products)
 
 

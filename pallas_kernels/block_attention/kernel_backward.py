@@ -5,12 +5,16 @@ products need no transposition, and the gradients of the keys of a chunk stay in
 """
 
 import functools
+import itertools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.block_attention import cost
 from pallas_kernels.block_attention.blocks import Tiling
 from pallas_kernels.block_attention.copies import each_copy
 from pallas_kernels.block_attention.kernel_forward import LOG2_E, NEVER, column, dot, wide
@@ -42,21 +46,21 @@ class _Tile:
 
         clean: keys that no row of the tile sees may hold anything; they count as zeros.
         """
-        keys, height = k.shape[0], self.t.rows_unrolled_backward
         if clean and interval is not None:
-            seen = _visible(keys, *interval).astype(jnp.int32).max(axis=1, keepdims=True) > 0
+            seen = _visible(k.shape[0], *interval).astype(jnp.int32).max(axis=1, keepdims=True) > 0
             k, v = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (k, v))
-        for row in range(0, self.t.rows, height):
-            rows = pl.ds(row, height)
+        width, height = math.gcd(self.t.keys_unrolled_backward, k.shape[0]), self.t.rows_unrolled_backward
+        for key, row in itertools.product(range(0, k.shape[0], width), range(0, self.t.rows, height)):
+            rows, keys = pl.ds(row, height), pl.ds(key, width)
+            k_part, v_part = (x[key : key + width] for x in (k, v))
             q, do = self.q[rows, :], self.do[rows, :]
-            p = jnp.exp2(dot(k, q, _ROWS_BY_ROWS) * self.scale2 - self.lse[:, rows])
+            p = jnp.exp2(dot(k_part, q, _ROWS_BY_ROWS) * self.scale2 - self.lse[:, rows])
             if interval is not None:
-                visible = _visible(keys, *(x[:, row : row + height] for x in interval))
-                p = jnp.where(visible, p, 0.0)
-            dv[...] += dot(p.astype(do.dtype), do, _PLAIN)
-            ds = (p * (dot(v, do, _ROWS_BY_ROWS) - self.delta[:, rows])).astype(q.dtype)
-            dk[...] += dot(ds, q, _PLAIN)
-            self.dq[:, rows] += dot(k, ds, _OVER_KEYS)
+                p = jnp.where(_visible(width, *(x[:, row : row + height] - key for x in interval)), p, 0.0)
+            dv[keys, :] += dot(p.astype(do.dtype), do, _PLAIN)
+            ds = (p * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])).astype(q.dtype)
+            dk[keys, :] += dot(ds, q, _PLAIN)
+            self.dq[:, rows] += dot(k_part, ds, _OVER_KEYS)
 
 
 def _visible(keys: int, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -143,8 +147,8 @@ def _kernel(
     bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(4))
     first, interior_first, interior_last, last = bounds
 
-    def add(tile: jax.Array, *, masked: bool, clean: bool = False) -> None:
-        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), t.keys)
+    def add(tile: jax.Array, count: int = 1, *, masked: bool, clean: bool = False) -> None:
+        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
         interval = (rows_ref[0:1] - tile * t.keys, rows_ref[1:2] - tile * t.keys) if masked else None
         state.add(k_ref[keys, :], v_ref[keys, :], dk_acc.at[keys], dv_acc.at[keys], interval, clean=clean)
 
@@ -154,7 +158,12 @@ def _kernel(
         pl.when(~unused)(lambda: add(tile, masked=True))
         pl.when(unused)(lambda: add(tile, masked=True, clean=True))
 
-    jax.lax.fori_loop(interior_first, interior_last, lambda tile, _: add(tile, masked=False), None)
+    # In pairs: the beginning and the end of a loop's body, where units wait, come once for two tiles.
+    pairs = (interior_last - interior_first) // 2
+    if tiles_per_chunk > 1:
+        jax.lax.fori_loop(0, pairs, lambda pair, _: add(interior_first + 2 * pair, 2, masked=False), None)
+    odd = pairs * 2 < interior_last - interior_first
+    pl.when(odd)(lambda: add(interior_last - 1, masked=False))
     jax.lax.fori_loop(first, last - (interior_last - interior_first), edge, None)
 
     pl.when(i >= 2)(lambda: move("wait", i - 2, inward=False))
@@ -170,6 +179,20 @@ def _kernel(
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
         pl.when(i >= 1)(lambda: move("wait", i - 1, inward=False))
         move("wait", i, inward=False)
+
+
+def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype, dq_dtype: jnp.dtype) -> list[Any]:
+    """Buffers of `_kernel`, in its order."""
+    return [
+        *[pltpu.VMEM((2, t.rows, head_dim), dtype)] * 2,
+        *[pltpu.VMEM((2, t.own_keys, head_dim), dtype)] * 2,
+        pltpu.VMEM((2, t.rows, head_dim), dq_dtype),
+        *[pltpu.VMEM((2, t.own_keys, head_dim), dtype)] * 2,
+        *[pltpu.VMEM((t.chunk, head_dim), jnp.float32)] * 2,
+        *[pltpu.VMEM((t.own_keys, head_dim), jnp.float32)] * 2,
+        pltpu.VMEM((head_dim, t.rows), jnp.float32),
+        *[pltpu.SemaphoreType.DMA((2,))] * 2,
+    ]
 
 
 def backward(
@@ -205,15 +228,15 @@ def backward(
     sorted_rows = pl.BlockSpec((None, None, None, 1, t.rows), lambda b, g, i, *_: (b, g, i, 0, 0))
     struct = jax.ShapeDtypeStruct
     dq_dtype = q.dtype if t.chunks == 1 else jnp.float32
-    vmem = [
-        *[pltpu.VMEM((2, t.rows, E), q.dtype)] * 2,
-        *[pltpu.VMEM((2, t.own_keys, E), q.dtype)] * 2,
-        pltpu.VMEM((2, t.rows, E), dq_dtype),
-        *[pltpu.VMEM((2, t.own_keys, E), q.dtype)] * 2,
-        *[pltpu.VMEM((t.chunk, E), jnp.float32)] * 2,
-        *[pltpu.VMEM((t.own_keys, E), jnp.float32)] * 2,
-        pltpu.VMEM((E, t.rows), jnp.float32),
+    made = [
+        struct((B, G, t.chunk, E), k.dtype),
+        struct((B, G, t.chunk, E), v.dtype),
+        struct(q.shape, dq_dtype),
+        struct(own_k.shape, own_k.dtype),
+        struct(own_v.shape, own_v.dtype),
     ]
+    keys = min(t.chunk, k.shape[2] - chunk_index * t.chunk)
+    arrays = (q, do, own_k, own_v, *[struct((B, G, keys, E), k.dtype)] * 2, *made)
     return pl.pallas_call(
         functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own, chunk_index=chunk_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -224,18 +247,13 @@ def backward(
                 *(sorted_rows, sorted_rows, whole, whole, whole, whole, context, context),
             ],
             out_specs=[gradient, gradient, whole, whole, whole],
-            scratch_shapes=[*vmem, pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=_scratch(t, E, q.dtype, dq_dtype),
         ),
-        out_shape=[
-            struct((B, G, t.chunk, E), k.dtype),
-            struct((B, G, t.chunk, E), v.dtype),
-            struct(q.shape, dq_dtype),
-            struct(own_k.shape, own_k.dtype),
-            struct(own_v.shape, own_v.dtype),
-        ],
+        out_shape=made,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
+        cost_estimate=cost.estimate(cost.BACKWARD_PRODUCTS, q, keys, t.block_keys if has_own else 0, arrays),
         name="block_attention_backward",
         interpret=interpret,
     )(plan.order, plan.tiles, plan.unused, plan.rows, lse, delta, q, do, own_k, own_v, k, v)

@@ -10,12 +10,14 @@ nor lose anything that would count. Query tiles with a row for which they are fu
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.block_attention import cost
 from pallas_kernels.block_attention.blocks import LANES, Tiling
 from pallas_kernels.block_attention.copies import each_copy
 from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
@@ -57,17 +59,27 @@ def column(lane_vector: jax.Array) -> jax.Array:
 class _Tile:
     """State of one query tile in VMEM: [rows, LANES] columns and the accumulator [rows, E]."""
 
-    def __init__(self, t: Tiling, scale: float, q: jax.Ref, columns: jax.Ref, intervals: jax.Ref, acc: jax.Ref) -> None:
+    def __init__(
+        self,
+        t: Tiling,
+        scale: float,
+        keys_transposed: bool,
+        q: jax.Ref,
+        columns: jax.Ref,
+        intervals: jax.Ref,
+        acc: jax.Ref,
+    ) -> None:
         self.t, self.scale2, self.q, self.acc = t, scale * LOG2_E, q, acc
+        self.keys_transposed = keys_transposed
         self.reference, self.total = columns.at[0], columns.at[1]
         self.start, self.stop = intervals.at[0], intervals.at[1]
 
     def add(self, k: jax.Array, v: jax.Array, base: jax.Array | None) -> None:
         """The hot path: one key tile relative to the fixed number. `base` = position of its first key, if to be masked."""
         height, width = self.t.rows_unrolled, self.t.keys_unrolled
-        for row, key in itertools.product(range(0, self.t.rows, height), range(0, k.shape[0], width)):
+        for row, key in itertools.product(range(0, self.t.rows, height), range(0, v.shape[0], width)):
             rows, keys = pl.ds(row, height), slice(key, key + width)
-            scores = dot(self.q[rows, :], k[keys], _ROWS_BY_KEYS) * self.scale2
+            scores = self._scores(rows, k[:, keys] if self.keys_transposed else k[keys])
             if base is not None:
                 scores = jnp.where(self._visible(rows, width, base + key), scores, MASKED)
             p = jnp.exp2(scores - wide(self.reference[rows, :], width))
@@ -83,7 +95,7 @@ class _Tile:
         def some_rows(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
             visible = self._visible(rows, keys, base)
-            scores = jnp.where(visible, dot(self.q[rows, :], k, _ROWS_BY_KEYS) * self.scale2, MASKED)
+            scores = jnp.where(visible, self._scores(rows, k), MASKED)
             old = self.reference[rows, :]
             new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
             p = jnp.where(visible, jnp.exp2(scores - wide(new, keys)), 0.0)
@@ -93,6 +105,10 @@ class _Tile:
             self.acc[rows, :] = wide(shrink, E) * self.acc[rows, :] + dot(p.astype(v.dtype), v, _PLAIN)
 
         jax.lax.fori_loop(0, self.t.rows // LANES, some_rows, None)
+
+    def _scores(self, rows: pl.Slice, k: jax.Array) -> jax.Array:
+        dimensions = _PLAIN if self.keys_transposed else _ROWS_BY_KEYS
+        return dot(self.q[rows, :], k, dimensions) * self.scale2
 
     def _visible(self, rows: pl.Slice, keys: int, base: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.int32, (rows.size, keys), 1) + base
@@ -144,8 +160,8 @@ def _kernel(
     q_hbm: jax.Ref,  # [B, A, G, N, E], HBM, as the next two
     own_k_hbm: jax.Ref,  # [B, A, G, Kp, E]
     own_v_hbm: jax.Ref,
-    k_ref: jax.Ref,  # [chunk, E]
-    v_ref: jax.Ref,
+    k_ref: jax.Ref,  # [chunk, E], or [E, chunk]
+    v_ref: jax.Ref,  # [chunk, E]
     out_hbm: jax.Ref,  # [B, A, G, N, E], HBM
     lse_ref: jax.Ref,  # [1, rows]
     q_s: jax.Ref,  # [2, rows, E]
@@ -163,6 +179,7 @@ def _kernel(
     scale: float,
     anchors: int,
     has_own: bool,
+    keys_transposed: bool,
 ) -> None:
     b, g, i, c = (pl.program_id(axis) for axis in range(4))
     row_tile = b * t.query_tiles + i
@@ -179,7 +196,7 @@ def _kernel(
         first, count = (b * t.query_tiles + tile) * t.blocks, jnp.minimum(t.blocks, anchors - tile * t.blocks)
         each_copy(action, buffers, out_sems.at[tile % 2], order_ref, first, count, (b, g), inward=False)
 
-    state = _Tile(t, scale, q_s.at[slot], columns_s, intervals_s, acc_s)
+    state = _Tile(t, scale, keys_transposed, q_s.at[slot], columns_s, intervals_s, acc_s)
 
     @pl.when(c == 0)
     def _() -> None:
@@ -196,12 +213,12 @@ def _kernel(
         jnp.clip(tiles_ref[row_tile * TILE_FIELDS + field], here, here + tiles_per_chunk) for field in range(4)
     )
 
-    def key_tile(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), t.keys)
-        return k_ref[keys, :], v_ref[keys, :]
+    def key_tile(tile: jax.Array, count: int = 1) -> tuple[jax.Array, jax.Array]:
+        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
+        return k_ref[:, keys] if keys_transposed else k_ref[keys, :], v_ref[keys, :]
 
-    def interior(tile: jax.Array, _: None) -> None:
-        state.add(*key_tile(tile), None)
+    def pair(i: jax.Array, _: None) -> None:
+        state.add(*key_tile(interior_first + 2 * i, 2), None)
 
     def edge(tile: jax.Array, _: None) -> None:
         tile = jnp.where(tile < interior_first, tile, tile + interior_last - interior_first)
@@ -212,7 +229,12 @@ def _kernel(
     safe = safe_s[0] == 1
     interior_first = jnp.where(safe, interior_first, last)
     interior_last = jnp.where(safe, interior_last, last)
-    jax.lax.fori_loop(interior_first, interior_last, interior, None)
+    # In pairs: the beginning and the end of a loop's body, where units wait, come once for two tiles.
+    pairs = (interior_last - interior_first) // 2
+    if tiles_per_chunk > 1:
+        jax.lax.fori_loop(0, pairs, pair, None)
+    odd = pairs * 2 < interior_last - interior_first
+    pl.when(odd)(lambda: state.add(*key_tile(interior_last - 1), None))
     jax.lax.fori_loop(first, last - (interior_last - interior_first), edge, None)
 
     @pl.when(c == t.chunks - 1)
@@ -228,6 +250,41 @@ def _kernel(
             leave("wait", i)
 
 
+def _context_specs(t: Tiling, head_dim: int, keys_transposed: bool) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+    """Where the pipeline finds keys and values of a chunk of the context."""
+    tiles_per_chunk = t.chunk // t.keys
+
+    def chunk_of(b, i, c, tiles):
+        """A chunk without a needed tile asks for its neighbour, which is there already: nothing is copied."""
+        row = (b * t.query_tiles + i) * TILE_FIELDS
+        lowest = tiles[row] // tiles_per_chunk
+        highest = jnp.maximum((tiles[row + 3] - 1) // tiles_per_chunk, lowest)
+        return jnp.minimum(jnp.clip(c, lowest, highest), t.chunks - 1)
+
+    def by_slot(b, g, i, c, order, tiles, *_):
+        return b, g, chunk_of(b, i, c, tiles), 0
+
+    def slots_last(b, g, i, c, order, tiles, *_):
+        return b, g, 0, chunk_of(b, i, c, tiles)
+
+    values = pl.BlockSpec((None, None, t.chunk, head_dim), by_slot)
+    return (pl.BlockSpec((None, None, head_dim, t.chunk), slots_last) if keys_transposed else values), values
+
+
+def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype) -> list[Any]:
+    """Buffers of `_kernel`, in its order."""
+    return [
+        pltpu.VMEM((2, t.rows, head_dim), dtype),
+        *[pltpu.VMEM((2, t.own_keys, head_dim), dtype)] * 2,
+        pltpu.VMEM((2, t.rows, head_dim), dtype),
+        pltpu.VMEM((2, t.rows, LANES), jnp.float32),
+        pltpu.VMEM((2, t.rows, LANES), jnp.int32),
+        pltpu.VMEM((t.rows, head_dim), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((2,))] * 2,
+    ]
+
+
 def forward(
     q: jax.Array,
     own_k: jax.Array | None,
@@ -238,63 +295,47 @@ def forward(
     plan: Plan,
     t: Tiling,
     scale: float,
+    keys_transposed: bool,
     vmem_limit: int,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
     """(output [B, A, G, N, E], base-2 logsumexp [B, G, query_tiles, 1, rows] of sorted rows).
 
     Args:
-      q: [B, A, G, N, E]; own_k, own_v: [B, A, G, Kp, E] or None; k, v: [B, G, S, E].
+      q: [B, A, G, N, E]; own_k, own_v: [B, A, G, Kp, E] or None; k, v: [B, G, S, E], k [B, G, E, S] with `keys_transposed`.
       key_bound: float32 [B * G], largest norm of a key that some row sees.
     """
     B, A, G, _, E = q.shape
     has_own = own_k is not None
     if own_k is None or own_v is None:
         own_k = own_v = jnp.zeros((1, 1, 1, t.block_keys, E), q.dtype)
-    tiles_per_chunk = t.chunk // t.keys
-
-    def chunk_index(b, g, i, c, order, tiles, *_):
-        """A chunk without a needed tile asks for its neighbour, which is there already: nothing is copied."""
-        row = (b * t.query_tiles + i) * TILE_FIELDS
-        lowest = tiles[row] // tiles_per_chunk
-        highest = jnp.maximum((tiles[row + 3] - 1) // tiles_per_chunk, lowest)
-        return b, g, jnp.minimum(jnp.clip(c, lowest, highest), t.chunks - 1), 0
-
+    keys, values = _context_specs(t, E, keys_transposed)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    context = pl.BlockSpec((None, None, t.chunk, E), chunk_index)
+    made = [
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((B, G, t.query_tiles, 1, t.rows), jnp.float32),
+    ]
+    own = t.block_keys if has_own else 0
     return pl.pallas_call(
-        functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own),
+        functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own, keys_transposed=keys_transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, G, t.query_tiles, t.chunks),
             in_specs=[
                 pl.BlockSpec((None, None, ROW_FIELDS, t.rows), lambda b, g, i, c, *_: (b, i, 0, 0)),
-                *(whole, whole, whole, context, context),
+                *(whole, whole, whole, keys, values),
             ],
             out_specs=[
                 whole,
                 pl.BlockSpec((None, None, None, 1, t.rows), lambda b, g, i, c, *_: (b, g, i, 0, 0)),
             ],
-            scratch_shapes=[
-                pltpu.VMEM((2, t.rows, E), q.dtype),
-                pltpu.VMEM((2, t.own_keys, E), q.dtype),
-                pltpu.VMEM((2, t.own_keys, E), q.dtype),
-                pltpu.VMEM((2, t.rows, E), q.dtype),
-                pltpu.VMEM((2, t.rows, LANES), jnp.float32),
-                pltpu.VMEM((2, t.rows, LANES), jnp.int32),
-                pltpu.VMEM((t.rows, E), jnp.float32),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
+            scratch_shapes=_scratch(t, E, q.dtype),
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((B, G, t.query_tiles, 1, t.rows), jnp.float32),
-        ],
+        out_shape=made,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
+        cost_estimate=cost.estimate(cost.FORWARD_PRODUCTS, q, v.shape[2], own, (q, own_k, own_v, k, v, *made)),
         name="block_attention_forward",
         interpret=interpret,
     )(plan.order, plan.tiles, plan.unused, key_bound, plan.rows, q, own_k, own_v, k, v)

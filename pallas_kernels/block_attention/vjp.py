@@ -22,6 +22,7 @@ class Settings:
     forward: Tiling
     backward: Tiling
     scale: float
+    keys_transposed: bool  # context_k is [B, G, E, S]
     vmem_limit: int
     interpret: bool | pltpu.InterpretParams
 
@@ -60,14 +61,14 @@ def _unsort_rows(x: jax.Array, plan: Plan, anchors: int, rows: int, heads: int, 
     return _from_kernel(x[..., None], rows, heads)[..., 0]
 
 
-def _key_bound(context_k: jax.Array, used: jax.Array) -> jax.Array:
+def _key_bound(context_k: jax.Array, used: jax.Array, keys_transposed: bool) -> jax.Array:
     """Largest norm of a key that some row sees, [B * G] float32."""
-    squares = jnp.sum(jnp.square(context_k.astype(jnp.float32)), axis=-1)
+    squares = jnp.sum(jnp.square(context_k.astype(jnp.float32)), axis=2 if keys_transposed else 3)
     return jnp.sqrt(jnp.max(jnp.where(used[:, None], squares, 0.0), axis=-1)).reshape(-1)
 
 
 def _run(settings: Settings, q, context_k, context_v, block_k, block_v, sees):
-    t, (_, A, R, H, _), (_, G, S, _) = settings.forward, q.shape, context_k.shape
+    t, (_, A, R, H, _), (_, G, S, _) = settings.forward, q.shape, context_v.shape
     plan = make_plan(sees, H // G, S, t)
     own = [None if x is None else _to_kernel(x, G, t.block_keys) for x in (block_k, block_v)]
     out, lse2 = kernel_forward.forward(
@@ -75,10 +76,11 @@ def _run(settings: Settings, q, context_k, context_v, block_k, block_v, sees):
         *own,
         context_k,
         context_v,
-        _key_bound(context_k, sees.used(S)),
+        _key_bound(context_k, sees.used(S), settings.keys_transposed),
         plan,
         t,
         settings.scale,
+        settings.keys_transposed,
         settings.vmem_limit,
         settings.interpret,
     )
@@ -109,7 +111,9 @@ def _forward(settings: Settings, q, context_k, context_v, block_k, block_v, sees
 def _backward(settings: Settings, residuals, cotangents):
     q, context_k, context_v, block_k, block_v, sees, out, lse = residuals
     dout, dlse = cotangents
-    t, (_, _, R, H, _), (_, G, S, _) = settings.backward, q.shape, context_k.shape
+    if settings.keys_transposed:  # four of the five products want keys as rows
+        context_k = context_k.swapaxes(2, 3)
+    t, (_, _, R, H, _), (_, G, S, _) = settings.backward, q.shape, context_v.shape
     plan = make_plan(sees, H // G, S, t)
     seen = lse > -math.inf
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - jnp.where(seen, dlse, 0.0)
@@ -129,6 +133,7 @@ def _backward(settings: Settings, residuals, cotangents):
         parts.append((dk, dv, dq))
         own_gradients = own_gradients or own_parts
     dk, dv = (jnp.concatenate([part[i] for part in parts], axis=2)[:, :, :S] for i in (0, 1))
+    dk = dk.swapaxes(2, 3) if settings.keys_transposed else dk
     dq = _from_kernel(sum(part[2] for part in parts), R, H).astype(q.dtype)
     down = [None, None]
     if block_k is not None:

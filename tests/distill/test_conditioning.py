@@ -10,7 +10,7 @@ from by_hand import valid_blocks
 from tiny_models import random_drafter, random_target
 
 from dstill_jax import blocks as blocks_lib
-from dstill_jax.blocks import ViewMix
+from dstill_jax.blocks import Sight, ViewMix
 from dstill_jax.decoding.generate import draft_logits
 from dstill_jax.distill import conditioning
 from dstill_jax.distill.conditioning import Conditioned, Task
@@ -38,11 +38,11 @@ def test_a_block_depends_on_features_before_its_anchor_only():
     tokens = random.integers(0, 36, (1, S)).astype(np.int32)
     blocks = blocks_lib.cut_blocks(tokens, ids > 0, ids, np.arange(S)[None], anchors, valid, 16)
     block_tokens = blocks_lib.mask_tokens(blocks.tokens, jnp.arange(16) == 0, drafter.config.mask_token_id)
-    visible = blocks_lib.context_mask(anchors, valid, ids)
+    sight = Sight(anchors, valid, ids)
     probe = jnp.asarray(random.normal(size=(16, 16)), jnp.float32)
 
     def outputs(taps):
-        data = Conditioned(blocks, taps, taps[..., :16], np.arange(S)[None], visible)
+        data = Conditioned(blocks, taps, taps[..., :16], np.arange(S)[None], sight)
         context = conditioning.project(task, drafter.params, data)
         frozen = conditioning.Frozen(target.params["embed"]["embedding"], None, None, None)
         hidden = conditioning.run_pass(task, frozen, drafter.params, data, context, block_tokens)

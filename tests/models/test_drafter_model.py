@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import random_drafter, random_target
 
+from dstill_jax.blocks import Sight
 from dstill_jax.config import default_target_layer_ids
 from dstill_jax.decoding.generate import draft_logits
 from dstill_jax.errors import UserError
@@ -40,16 +41,16 @@ def case():
         "x": random.normal(size=(2, 3, 5, 16)).astype(np.float32),
         "positions": (np.array([[2, 4, 8]] * 2)[..., None] + np.arange(5)).astype(np.int32),
         "taps": random.normal(size=(2, 9, 32)).astype(np.float32),
-        "mask": np.arange(9) < np.array([[2, 4, 8]] * 2)[..., None],
+        "anchors": np.array([[2, 4, 8]] * 2),
     }
     return drafter, arrays
 
 
-def run(config, params, x, positions, taps, mask, query_slots=None, first=0):
+def run(config, params, x, positions, taps, anchors, query_slots=None, first=0):
     c = drafter_lib.project_context(config, params, taps)
     context_positions = jnp.broadcast_to(first + jnp.arange(taps.shape[1]), taps.shape[:2])
     context = drafter_lib.context_kv(config, params, c, context_positions)
-    return drafter_lib.denoise(config, params, x, positions, context, mask, query_slots)
+    return drafter_lib.denoise(config, params, x, positions, context, Sight(anchors), query_slots)
 
 
 run = jax.jit(run, static_argnames="config")
@@ -84,10 +85,10 @@ def test_a_block_never_sees_another_nor_hidden_context_whatever_it_holds(case):
 
 def test_a_block_without_context_is_finite_forward_and_backward(case):
     drafter, arrays = case
-    mask = np.zeros_like(arrays["mask"])
+    anchors = np.zeros_like(arrays["anchors"])
 
     def total(params, taps):
-        return run(drafter.config, params, arrays["x"], arrays["positions"], taps, mask).sum()
+        return run(drafter.config, params, arrays["x"], arrays["positions"], taps, anchors).sum()
 
     out, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(drafter.params, arrays["taps"])
     assert np.isfinite(out)

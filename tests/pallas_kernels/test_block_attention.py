@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from block_cases import SIMULATED, SMALL, Shape, adversarial_anchors, arrays, assert_close, run
 
-from pallas_kernels.block_attention import BlockSizes, block_attention, context_attention, visible_intervals, xla
+from pallas_kernels.block_attention import BlockSizes, block_attention, context_attention, visible_intervals
 from pallas_kernels.block_attention.blocks import tiling
 from pallas_kernels.block_attention.plan import make_plan, visited_and_needed
 
@@ -62,14 +62,6 @@ def test_equals_the_definition_row_by_row(rule: str, implementation: str) -> Non
     passed = {name: jnp.asarray(x) if isinstance(x, list) else x for name, x in passed.items()}
     out = block_attention(*inputs[:5], jnp.asarray(anchors), implementation=implementation, **passed)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=F32)
-
-
-def test_xla_in_chunks_equals_the_reference_and_so_do_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(B=2, A=7, H=4, G=2, E=16, S=33)
-    inputs, anchors = arrays(shape), np.random.default_rng(3).integers(0, 33, (2, 7))
-    wanted = run("reference", inputs, anchors)
-    monkeypatch.setattr(xla, "CHUNK_SCORES", 2 * 4 * 4 * 33 * 3)  # three blocks a chunk
-    assert_close(run("xla", inputs, anchors), wanted, F32)
 
 
 def test_xla_holds_no_array_of_all_queries_by_all_keys() -> None:
@@ -211,3 +203,22 @@ def test_errors_name_the_argument_and_its_value() -> None:
             *blocks,
             wide,
         )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_keys_with_their_slots_last_give_the_same_output_and_gradients(implementation: str) -> None:
+    shape = Shape(A=5, H=2, G=1, E=64, S=130)
+    inputs, anchors = arrays(shape), adversarial_anchors(shape)["random"][None]
+    wanted = run("reference", inputs, anchors)
+    q, k, *rest = inputs
+    actual = run(implementation, (q, k.swapaxes(2, 3), *rest), anchors, key_layout="BGEC")
+    actual["dcontext_k"] = actual["dcontext_k"].swapaxes(2, 3)
+    assert_close(actual, wanted, F32)
+
+
+def test_a_chunk_of_any_size_gives_the_same_output_and_gradients() -> None:
+    shape = Shape(B=2, A=7, H=4, G=2, E=16, S=33)
+    inputs, anchors = arrays(shape), np.random.default_rng(3).integers(0, 33, (2, 7))
+    assert_close(run("xla", inputs, anchors, chunk=3), run("reference", inputs, anchors), F32)
+    with pytest.raises(ValueError, match="chunk=0"):
+        run("xla", inputs, anchors, chunk=0)

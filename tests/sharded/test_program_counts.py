@@ -10,6 +10,8 @@ import sharded_case
 
 from dstill_jax.planning.count import Program
 from dstill_jax.planning.hlo import replica_groups, shapes_of
+from pallas_kernels import testing
+from pallas_kernels.block_attention import context_attention, cost
 
 
 def count(function, *shapes):
@@ -188,3 +190,31 @@ def test_collectives_of_a_sharded_product_by_hand() -> None:
     assert found["all-gather"] == [1, width * width * 4 * 7 / 8]
     assert found["flops"] == 3 * 2 * (rows / 8) * width * width
     assert found["summed"] == width * width * 4 * 7 / 8 * found["per_sum"]
+
+
+def test_a_kernel_counts_by_its_shape_and_so_does_the_same_operation_in_xla() -> None:
+    """XLA multiplies the whole context; the kernel declares what rows at evenly spread anchors see of it."""
+    A, K, H, G, E, S = 16, 16, 4, 2, 128, 512
+    struct = jax.ShapeDtypeStruct
+    q, context = struct((1, A, K, H, E), jnp.bfloat16), struct((1, G, S, E), jnp.bfloat16)
+    anchors, rows = struct((1, A), jnp.int32), A * K * H
+
+    def flops(implementation: str) -> float:
+        def gradients(q, k, v, anchors, upstream):
+            def attend(*x):
+                # A part of the blocks at a time is computed again in the backward pass, as the kernel does.
+                return context_attention(*x, anchors, implementation=implementation, chunk=A // 2)[0]
+
+            out, pull = jax.vjp(attend, q, k, v)
+            return out, pull(upstream)
+
+        compiled = testing.compile_for("v5e", gradients, q, context, context, anchors, q)
+        found = Program(compiled.as_text()).count()
+        assert not found.notes
+        return found.flops
+
+    products = cost.FORWARD_PRODUCTS + cost.BACKWARD_PRODUCTS
+    assert flops("xla") == cost.product_flops(
+        products + 1, rows, E, S, 0
+    )  # its backward pass makes the output again, too
+    assert flops("pallas") == cost.product_flops(products, rows, E, S * cost.MEAN_SHARE, 0)
