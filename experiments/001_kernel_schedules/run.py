@@ -209,7 +209,7 @@ class Case:
         elif self.kernels == "block_attention":
             t = _tiling(chip_name, self.gradient)
             kernel = "block_attention_backward" if self.gradient else "block_attention_forward"
-            keys = min(2 * t.keys, t.chunk)  # tiles are visited in pairs
+            keys = t.keys if self.gradient else min(2 * t.keys, t.chunk)  # forward, tiles are visited in pairs
             size = {kernel: (t.rows * keys, 5 if self.gradient else 2)}
             row |= _kernel_figures(chip_name, report, size, our_tiles(chip_name, self.gradient))
         return row

@@ -22,7 +22,7 @@ class BlockSizes:
     rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
     keys_unrolled: int = 512  # keys of one product forward
     rows_unrolled_backward: int = 128
-    keys_unrolled_backward: int = 256
+    keys_unrolled_backward: int = 512
     context: int = 4096  # context keys that stay in VMEM while all query tiles pass
 
     def __post_init__(self) -> None:

@@ -147,8 +147,8 @@ def _kernel(
     bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(4))
     first, interior_first, interior_last, last = bounds
 
-    def add(tile: jax.Array, count: int = 1, *, masked: bool, clean: bool = False) -> None:
-        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
+    def add(tile: jax.Array, *, masked: bool, clean: bool = False) -> None:
+        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), t.keys)
         interval = (rows_ref[0:1] - tile * t.keys, rows_ref[1:2] - tile * t.keys) if masked else None
         state.add(k_ref[keys, :], v_ref[keys, :], dk_acc.at[keys], dv_acc.at[keys], interval, clean=clean)
 
@@ -158,12 +158,7 @@ def _kernel(
         pl.when(~unused)(lambda: add(tile, masked=True))
         pl.when(unused)(lambda: add(tile, masked=True, clean=True))
 
-    # In pairs: the beginning and the end of a loop's body, where units wait, come once for two tiles.
-    pairs = (interior_last - interior_first) // 2
-    if tiles_per_chunk > 1:
-        jax.lax.fori_loop(0, pairs, lambda pair, _: add(interior_first + 2 * pair, 2, masked=False), None)
-    odd = pairs * 2 < interior_last - interior_first
-    pl.when(odd)(lambda: add(interior_last - 1, masked=False))
+    jax.lax.fori_loop(interior_first, interior_last, lambda tile, _: add(tile, masked=False), None)
     jax.lax.fori_loop(first, last - (interior_last - interior_first), edge, None)
 
     pl.when(i >= 2)(lambda: move("wait", i - 2, inward=False))
