@@ -13,6 +13,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
     args = _parse(arguments)
     _set_environment()
+    if not hasattr(args, "coordinator"):
+        return _run(args)
+    from dstill_jax.sharding import hosts
+
+    try:
+        launch = hosts.find_launch(args.coordinator, args.processes, args.process_id, args.join_timeout)
+    except UserError as error:
+        return _fail(str(error))
+    if launch is None:
+        return _run(args)
+    return hosts.together(launch, lambda: _run(args), preemption=args.command == "train")
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         from dstill_jax import commands
 
@@ -111,6 +125,7 @@ def _prepare(commands) -> None:
     sub.add_argument(
         "--taps", type=int, nargs="+", default=[], metavar="LAYER", help="also store features of these layers"
     )
+    _hosts(sub)
     _json(sub)
 
 
@@ -119,6 +134,7 @@ def _train(commands) -> None:
     sub.add_argument("config", help="Python file with CONFIG (and TINY), e.g. configs/tiny_stage1.py")
     sub.add_argument("--tiny", action="store_true", help="run the file's TINY instead of its CONFIG")
     sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. train.total_steps=500 out=runs/a")
+    _hosts(sub)
 
 
 def _generate(commands) -> None:
@@ -150,6 +166,7 @@ def _eval(commands) -> None:
     )
     _sampling(sub)
     sub.add_argument("--out", help="folder for results.json, figures and report.html")
+    _hosts(sub)
     _json(sub)
 
 
@@ -208,6 +225,14 @@ def _method_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--threshold", type=float, help="refine: confidence that commits a slot at once")
     sub.add_argument("--max-ngram", type=int, help="lookup: longest n-gram")
+
+
+def _hosts(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("several hosts", "found in the environment on TPU VMs, GKE, Slurm and MPI")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
+    group.add_argument("--processes", type=int, help="how many take part; 1: this one alone, whatever the environment")
+    group.add_argument("--process-id", type=int, help="this one's number, from 0")
+    group.add_argument("--join-timeout", type=int, default=300, help="seconds to wait for the others at the start")
 
 
 def _json(sub: argparse.ArgumentParser) -> None:

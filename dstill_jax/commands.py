@@ -28,6 +28,7 @@ def run_prepare(args: argparse.Namespace) -> None:
     from dstill_jax.data.prepare_config import PrepareConfig
     from dstill_jax.data.prompts import PromptSource
     from dstill_jax.data.templates import TemplateConfig
+    from dstill_jax.sharding import hosts
 
     summary = prepare(
         PrepareConfig(
@@ -50,6 +51,8 @@ def run_prepare(args: argparse.Namespace) -> None:
             tap_ids=tuple(args.taps),
         )
     )
+    if not hosts.first():
+        return
     for sample in summary.samples:
         print(sample, end="\n\n")
     print(
@@ -61,15 +64,19 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from dstill_jax.runs import run_stage
+    from dstill_jax.sharding import hosts
     from dstill_jax.training.interrupt import Interrupted
 
+    say = _say if hosts.first() else lambda line: None
     runs = load_runs(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
     target = resolve_target(runs[0].target)
     try:
         for config in runs:
-            print(run_stage(dataclasses.replace(config, target=target), report=_say))
+            drafter = run_stage(dataclasses.replace(config, target=target), report=say)
+            if hosts.first():
+                print(drafter)
     except Interrupted as stop:
-        _say(str(stop))
+        say(str(stop))
         return 0 if stop.signum == 15 else 128 + stop.signum
     return 0
 
@@ -120,6 +127,7 @@ def run_generate(args: argparse.Namespace) -> None:
 def run_eval(args: argparse.Namespace) -> None:
     from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
     from dstill_jax.evaluation.tables import print_headline
+    from dstill_jax.sharding import hosts
 
     target, drafter = load_pair(args)
     rows = read_prompts(args.prompts, args.limit)
@@ -149,6 +157,8 @@ def run_eval(args: argparse.Namespace) -> None:
             command="dstill " + " ".join(sys.argv[1:]),
             report=advance,
         )
+    if not hosts.first():
+        return
     print_headline(result)
     if args.out:
         from dstill_jax.evaluation.plots import result_figures, save_png

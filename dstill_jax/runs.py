@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.data.dataset import ConversationDataset
@@ -33,8 +33,10 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter, Memory
 from dstill_jax.models.target import Target
+from dstill_jax.sharding import hosts
 from dstill_jax.sharding.activations import use_mesh
 from dstill_jax.sharding.mesh import MeshConfig, build_mesh, check_model_divides, check_rows_divide
+from dstill_jax.sharding.rows import RowPlaces
 from dstill_jax.sharding.rules import batch_sharding, tree_shardings
 from dstill_jax.training import checkpoints
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
@@ -64,6 +66,7 @@ class RunConfig:
     head_chunk: int = 512  # rows of logits held at a time (on a mesh: rows that each device adds)
     mesh: MeshConfig = MeshConfig()  # one device unless set
     memory: Memory = Memory()  # what is computed twice to save memory
+    checkpoints: str | None = None  # folder or bucket (gs://...) of the checkpoints; None: in `out`
 
     def __post_init__(self) -> None:
         if (self.new is None) == (self.start_from is None):
@@ -120,7 +123,7 @@ def run_stage(
       training.Interrupted: after saving on SIGTERM or SIGINT.
     """
     out = Path(config.out)
-    mesh = None if config.mesh.size == 1 else build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh) if config.mesh.size > 1 or hosts.count() > 1 else None
     target = target or load_target(config.target, dtype=config.compute_dtype, mesh=mesh)
     begun = None if config.start_from is None else load_drafter(config.start_from, target, mesh=mesh)
     drafter = config.new.build(target.config) if begun is None else begun.config  # type: ignore[union-attr]
@@ -128,17 +131,17 @@ def run_stage(
         check_model_divides(config.mesh, model)
     dataset = ConversationDataset(config.data)
     live = _check_features(config, dataset, drafter, target)
-    pipeline = BatchPipeline(dataset, config.batches)
+    rows = None
+    if mesh is not None:
+        sharding = batch_sharding(mesh, split_rows=config.mesh.split_rows)
+        rows = RowPlaces(sharding, config.batches.batch_size)
+    pipeline = BatchPipeline(dataset, config.batches, None if rows is None else rows.local)
     if report is not None:
         report(pipeline.summary.describe())
-    scale = _tap_scale(dataset, drafter, target)
+    scale = _tap_scale(dataset, drafter, target, mesh)
     params = _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params
     trainable = fold_tap_scale(params, 1.0 / jnp.asarray(scale))  # in training the scale is apart
     frozen = _freeze(config, target, drafter, dataset, scale, live, mesh)
-    placing = {}
-    if mesh is not None:
-        placing["batch_sharding"] = batch_sharding(mesh, split_rows=config.mesh.split_rows)
-        placing["state_shardings"] = functools.partial(tree_shardings, mesh=mesh)
     state = train(
         loss_function(config, target.config, drafter, mesh),
         frozen,
@@ -149,13 +152,17 @@ def run_stage(
         out,
         {"stage": config.stage, "target_fingerprint": target.fingerprint, "config": describe(config)},
         on_step,
-        **placing,
+        rows=rows,
+        checkpoints=config.checkpoints,
+        state_shardings=None if mesh is None else functools.partial(tree_shardings, mesh=mesh),
     )
-    finished = fold_tap_scale(state["ema"], frozen.tap_scale)
+    finished = hosts.gathered(fold_tap_scale(state["ema"], frozen.tap_scale))
     vocabulary = None if frozen.vocabulary is None else tuple(np.asarray(frozen.vocabulary).tolist())
     folder = out / "drafter"
-    trained = Drafter(drafter, finished, str(folder), target.fingerprint, vocabulary)
-    save_drafter(folder, trained, target.config, dtype="float32")
+    if hosts.first():
+        trained = Drafter(drafter, finished, str(folder), target.fingerprint, vocabulary)
+        save_drafter(folder, trained, target.config, dtype="float32")
+    hosts.exchange()  # whoever returns finds the drafter there
     return folder
 
 
@@ -206,7 +213,7 @@ def refreshed_runs(config: RunConfig, student_passes: Sequence[int]) -> tuple[Ru
 def describe(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON values, less what may differ when a run is continued (its folder, its devices)."""
     values = dataclasses.asdict(config)
-    for name in ("out", "mesh", "memory", "train", "optimizer"):  # the loop compares the last two itself
+    for name in ("out", "checkpoints", "mesh", "memory", "train", "optimizer"):  # the loop compares the last two itself
         values.pop(name)
     return json.loads(json.dumps(values))
 
@@ -243,21 +250,26 @@ def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: Dr
     return False
 
 
-def _tap_scale(dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> np.ndarray:
+def _tap_scale(dataset: ConversationDataset, drafter: DrafterConfig, target: Target, mesh: Mesh | None) -> np.ndarray:
     """From the first rows of the dataset: the same whatever is drawn later."""
     width = drafter.num_taps * drafter.hidden_size
     rows = range(min(_SCALE_ROWS, len(dataset)))
     if dataset.feature_width:
         return initialise.tap_scale(np.concatenate([dataset.features(i)[:-1, :width] for i in rows]))
-    forward = jax.jit(target_lib.forward, static_argnames=("config", "tap_ids"))
+
+    def forward(params: Params, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
+        return target_lib.forward(target.config, params, tokens, positions, tap_ids=drafter.target_layer_ids).taps
+
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    forward = jax.jit(forward, out_shardings=everywhere)
     parts = []
     for i in rows[:8]:
         tokens = np.asarray(dataset[i].tokens, np.int32)
         padded = np.zeros(-(-len(tokens) // 128) * 128, np.int32)
         padded[: len(tokens)] = tokens
         positions = np.arange(len(padded), dtype=np.int32)[None]
-        out = forward(target.config, target.params, padded[None], positions, tap_ids=drafter.target_layer_ids)
-        parts.append(np.asarray(out.taps[0, : len(tokens)], np.float32))
+        taps = np.asarray(forward(target.params, padded[None], positions))
+        parts.append(taps[0, : len(tokens)].astype(np.float32))
     return initialise.tap_scale(np.concatenate(parts))
 
 

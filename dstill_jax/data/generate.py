@@ -1,7 +1,8 @@
 """The engine of `dstill prepare`: prompts -> chat template -> answers by the target itself -> a dataset.
 
 Called by the command line and the demo. The dataset is a function of the inputs in its manifest alone: not of the
-number of workers, nor of how often the work was stopped. The folder of a run:
+number of workers or hosts, nor of how often the work was stopped. In a job of several processes each answers its share
+of the prompts, in a folder that all of them see, and the first puts the dataset together. The folder of a run:
 
     manifest.json    every input that decides the content
     work/            answers so far (`shards`); removed at the end
@@ -23,7 +24,7 @@ import numpy as np
 from dstill_jax.data import features as features_lib
 from dstill_jax.data.backend import Backend, GenerationRequest, TargetBackend, TargetFacts
 from dstill_jax.data.dataset import DATASET_FOLDER, Conversation, ConversationDataset, dataset_exists, write_dataset
-from dstill_jax.data.manifest import check_manifest, make_folder, write_json
+from dstill_jax.data.manifest import check_manifest, make_folder, require_manifest, write_json
 from dstill_jax.data.pool import WORKER_COMMAND, run_workers, split_cores
 from dstill_jax.data.prepare_config import PrepareConfig, config_to_dict
 from dstill_jax.data.progress import GenerationProgress
@@ -32,6 +33,7 @@ from dstill_jax.data.shards import Answer, read_answers
 from dstill_jax.data.templates import ChatTemplate, tokenizer_sha256
 from dstill_jax.data.worker import Job, describe_os_error, run_share, write_requests
 from dstill_jax.errors import UserError
+from dstill_jax.sharding import hosts
 
 STAGE_VERSION = 1  # raise when the same inputs would give another dataset
 
@@ -98,22 +100,26 @@ def prepare(
     template = ChatTemplate(backend.tokenizer, config.template, stop_ids)
     _check_target(config, backend.facts, stop_ids)
     inputs = _manifest(config, backend.facts, template, rows, stop_ids)
-    check_manifest(folder, inputs)
     try:
-        with _only_one(folder):
-            if dataset_exists(folder / DATASET_FOLDER):
+        with _opened(folder, inputs):
+            run: dict[str, Any] = {}
+            found = hosts.exchange(dataset_exists(folder / DATASET_FOLDER))[0]
+            if not found:
+                plan = None if config.source.conversations else _make_plan(config, rows, template, stop_ids)
+                if plan is not None:
+                    run = _generate(config, plan, backend, folder, worker_command, show_progress)
+                if hosts.first() and plan is None:
+                    _write_conversations(folder, rows, template, inputs)
+                elif hosts.first():
+                    _assemble(config, plan, folder, inputs, backend.facts)
+            summary = None
+            if hosts.first():
+                summary = _summary(folder, template, run, time.monotonic() - started)
+                if not found:
+                    write_json(folder / "summary.json", summary)
                 shutil.rmtree(folder / "work", ignore_errors=True)
-                return _summary(folder, template, {}, time.monotonic() - started)
-            if config.source.conversations:
-                run = _write_conversations(folder, rows, template, inputs)
-            else:
-                plan = _make_plan(config, rows, template, stop_ids)
-                run = _generate(config, plan, backend, folder, worker_command, show_progress)
-                _assemble(config, plan, folder, inputs, backend.facts)
-            summary = _summary(folder, template, run, time.monotonic() - started)
-            write_json(folder / "summary.json", asdict(summary))
-            shutil.rmtree(folder / "work", ignore_errors=True)
-            return summary
+            values = hosts.exchange(summary)[0]
+            return PrepareSummary(**{**values, "samples": tuple(values["samples"])})
     except OSError as error:
         raise UserError(describe_os_error(error)) from error
 
@@ -202,29 +208,35 @@ def _generate(
     make_folder(work)
     width = _width(config, backend.facts)
     done = read_answers(work, width)
+    hosts.exchange()  # before anybody adds to them
     # Prompts of like length are prefilled together, so that little of a batch is padding; ids keep the rows' order.
     missing = sorted((i for i in range(len(plan.rows)) if i not in done), key=lambda i: len(plan.prompts[i]))
-    pending = [GenerationRequest(i, plan.prompts[i], config.seed) for i in missing]
+    mine = missing[hosts.index() :: hosts.count()]
+    pending = [GenerationRequest(i, plan.prompts[i], config.seed) for i in mine]
     if config.record_features:
-        upper = sum(len(request.tokens) + config.max_new_tokens for request in pending)
+        upper = sum(len(plan.prompts[i]) + config.max_new_tokens for i in missing)
         needed = estimate_feature_bytes(upper, len(config.tap_ids), backend.facts.hidden_size)
-        features_lib.check_disk(folder, needed, f"storing features of {len(pending)} rows")
-    with GenerationProgress(len(plan.rows), len(done), show_progress) as progress:
+        features_lib.check_disk(folder, needed, f"storing features of {len(missing)} rows")
+    total = len(done) + len(pending)  # what the first process shows is its own share
+    with GenerationProgress(total, len(done), show_progress and hosts.first()) as progress:
         if pending:
             _run(config, plan, pending, backend, work, command, progress.report)
-    return {"resumed_rows": len(done), "new_tokens": progress.tokens, "tokens_per_second": progress.tokens_per_second}
+    added = hosts.exchange([progress.tokens, progress.tokens_per_second])
+    tokens, rates = zip(*added, strict=True)
+    return {"resumed_rows": len(done), "new_tokens": sum(tokens), "tokens_per_second": sum(rates)}
 
 
 def _run(config: PrepareConfig, plan: _Plan, pending, backend: Backend, work: Path, command, report) -> None:
     workers = min(config.workers, len(pending))
+    own = work / f"process-{hosts.index()}"
+    make_folder(own)
     jobs = []
     for k, cores in enumerate(split_cores(workers)):
-        share = [request for request in pending if request.id % workers == k]
-        write_requests(work / f"requests-{k}.jsonl", share)
+        write_requests(own / f"requests-{k}.jsonl", pending[k::workers])
         jobs.append(
             Job(
                 config=config_to_dict(config),
-                requests=str(work / f"requests-{k}.jsonl"),
+                requests=str(own / f"requests-{k}.jsonl"),
                 folder=str(work),
                 longest_prompt=plan.longest_prompt,
                 shared_prefix=plan.shared_prefix,
@@ -235,14 +247,17 @@ def _run(config: PrepareConfig, plan: _Plan, pending, backend: Backend, work: Pa
     if config.workers == 1:
         run_share(jobs[0], config, backend, report)
     else:
-        run_workers(jobs, work, report, command)
+        run_workers(jobs, own, report, command)
 
 
 def _assemble(config: PrepareConfig, plan: _Plan, folder: Path, inputs: dict[str, Any], facts: TargetFacts) -> None:
     width = _width(config, facts)
     found = read_answers(folder / "work", width)
     if missing := [i for i in range(len(plan.rows)) if i not in found]:
-        raise RuntimeError(f"{len(missing)} rows have no answer, the first is {missing[0]}")
+        raise UserError(
+            f"{folder / 'work'}: {len(missing)} rows have no answer yet, the first is {missing[0]}; run the same command"
+            " again, and in a job of several hosts see that all of them write to this folder"
+        )
     answers = [found[i] for i in range(len(plan.rows))]
     if bad := [i for i, answer in enumerate(answers) if answer.tokens[: answer.prompt_length] != plan.prompts[i]]:
         raise UserError(
@@ -281,15 +296,15 @@ def _stored_features(answers: Sequence[Answer], width: int) -> Iterator[np.ndarr
 
 def _write_conversations(
     folder: Path, rows: Sequence[PromptRow], template: ChatTemplate, inputs: dict[str, Any]
-) -> dict[str, Any]:
+) -> None:
     rendered = [template.conversation(row) for row in rows]
     provenance = {"inputs": inputs, "unended_answers": sum(r.unended_answers for r in rendered)}
     conversations = (Conversation(row.id, r.tokens, r.loss_mask) for row, r in zip(rows, rendered, strict=True))
     write_dataset(folder / DATASET_FOLDER, conversations, provenance)
-    return {}
 
 
-def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds: float) -> PrepareSummary:
+def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The fields of a PrepareSummary."""
     dataset = ConversationDataset(folder)
     provenance = dataset.provenance
     reasons = provenance.get("finish_reasons", {})
@@ -297,7 +312,7 @@ def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds:
     for i in sorted({0, len(dataset) // 2, len(dataset) - 1}):
         row = dataset[i]
         samples.append(template.mark_supervised(row.tokens, row.loss_mask))
-    return PrepareSummary(
+    summary = PrepareSummary(
         path=str(dataset.path),
         rows=len(dataset),
         tokens=provenance["tokens"],
@@ -312,10 +327,24 @@ def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds:
         tokens_per_second=run.get("tokens_per_second", 0.0),
         samples=tuple(samples),
     )
+    return asdict(summary)
 
 
 def _width(config: PrepareConfig, facts: TargetFacts) -> int:
     return features_lib.feature_width(len(config.tap_ids), facts.hidden_size) if config.record_features else 0
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, inputs: dict[str, Any]) -> Iterator[None]:
+    """The run's folder, made or found by the first process and held against other runs; the rest of a job follow it."""
+    with contextlib.ExitStack() as stack:
+        if hosts.first():
+            check_manifest(folder, inputs)
+            stack.enter_context(_only_one(folder))
+        hosts.exchange()
+        if not hosts.first():
+            require_manifest(folder, inputs)
+        yield
 
 
 @contextlib.contextmanager

@@ -41,6 +41,13 @@ def check_manifest(folder: Path, inputs: dict[str, Any]) -> None:
     write_json(path, {"inputs": inputs})
 
 
+def require_manifest(folder: Path, inputs: dict[str, Any]) -> None:
+    """Compares with the manifest that another process has written. Errors as `check_manifest`, or when there is none."""
+    if not (folder / NAME).exists():
+        raise UserError(f"{folder} is empty here, and not for process 0; name a folder on a disk that all hosts share")
+    check_manifest(folder, inputs)
+
+
 def make_folder(folder: Path) -> None:
     """Makes a folder and its parents, if absent."""
     try:

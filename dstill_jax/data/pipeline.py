@@ -11,7 +11,7 @@ arrays:
     features      float16 [B, S, W]    only when the dataset stores them; row i belongs to token i
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,11 @@ class PipelineConfig:
     """Shapes and order of the batches."""
 
     seq_len: int  # S
-    batch_size: int  # rows of the global batch, over all hosts
+    batch_size: int  # rows of the global batch, over all processes
     mode: str = "pad"  # "pad": one document a row; "pack": several, never split
     overlong: str = "truncate"  # documents longer than seq_len: "truncate" or "drop"
     seed: int = 0
     num_epochs: int | None = None  # None: without end; else the last batch is filled up with empty rows
-    host_index: int = 0
-    host_count: int = 1
     threads: int = 2  # that read ahead
     prefetch: int = 4  # batches read ahead
 
@@ -52,10 +50,8 @@ class PipelineConfig:
             raise UserError(f"seed={self.seed} must not be negative")
         if self.num_epochs is not None and self.num_epochs < 1:
             raise UserError(f"num_epochs={self.num_epochs} must be at least 1, or None for no end")
-        if not 0 <= self.host_index < self.host_count:
-            raise UserError(f"host_index={self.host_index} must be in 0..{self.host_count - 1}")
-        if self.batch_size < 1 or self.batch_size % self.host_count:
-            raise UserError(f"batch_size={self.batch_size} must be a positive multiple of host_count={self.host_count}")
+        if self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size} must be at least 1")
         if self.threads < 0 or self.prefetch < 0:
             raise UserError(f"threads={self.threads} and prefetch={self.prefetch} must not be negative")
 
@@ -84,28 +80,34 @@ class PipelineSummary:
 
 
 class BatchPipeline:
-    """Random access to the batches of a dataset, for one host."""
+    """Random access to the batches of a dataset, or to the rows of them that one process needs."""
 
-    def __init__(self, source: ConversationSource, config: PipelineConfig) -> None:
-        """Raises UserError when no document is left, or none of them has a place for a block."""
+    def __init__(self, source: ConversationSource, config: PipelineConfig, rows: Sequence[int] | None = None) -> None:
+        """`rows`: places in the global batch that are read, all by default; they change neither order nor steps.
+
+        Raises UserError when no document is left, or none of them has a place for a block.
+        """
         self.source = source
         self.config = config
+        self.rows = range(config.batch_size) if rows is None else tuple(rows)
         lengths = np.asarray(source.stats[:, 0], np.int64)
         kept = lengths <= config.seq_len if config.overlong == "drop" else np.ones(len(lengths), bool)
-        rows = np.flatnonzero(kept)
-        if not len(rows):
+        documents = np.flatnonzero(kept)
+        if not len(documents):
             raise UserError(
                 f"all {len(lengths)} documents are longer than seq_len={config.seq_len};"
                 " raise it or use overlong='truncate'"
             )
-        cut = np.minimum(lengths[rows], config.seq_len)
+        cut = np.minimum(lengths[documents], config.seq_len)
         self._order: UnitOrder = (
-            Packed(rows, cut, config.seq_len, config.seed) if config.mode == "pack" else OneEach(rows, config.seed)
+            Packed(documents, cut, config.seq_len, config.seed)
+            if config.mode == "pack"
+            else OneEach(documents, config.seed)
         )
-        self.summary = self._summarise(rows, lengths, cut)
-        if self.summary.without_anchor == len(rows):
+        self.summary = self._summarise(documents, lengths, cut)
+        if self.summary.without_anchor == len(documents):
             raise UserError(
-                f"none of the {len(rows)} documents has two supervised tokens in a row within seq_len={config.seq_len};"
+                f"none of the {len(documents)} documents has two supervised tokens in a row within seq_len={config.seq_len};"
                 " there would be nothing to train on"
             )
         self._units = self._order.end(config.num_epochs) if config.num_epochs else _ENDLESS
@@ -113,7 +115,7 @@ class BatchPipeline:
 
     @property
     def total_steps(self) -> int | None:
-        """Batches until the last epoch's end, the same on every host; None when there is no end."""
+        """Batches until the last epoch's end, the same in every process; None when there is no end."""
         return -(-self._units // self.config.batch_size) if self.config.num_epochs else None
 
     def epoch(self, step: int) -> int:
@@ -121,7 +123,7 @@ class BatchPipeline:
         return self._order.epoch(step * self.config.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """This host's rows of a batch: rows host_index * B / host_count and on of the global one."""
+        """The rows `self.rows` of the global batch of that step."""
         if step < 0 or (self.total_steps is not None and step >= self.total_steps):
             raise IndexError(f"step {step} is outside 0..{self.total_steps}")
         return self._batches[step]
@@ -144,10 +146,9 @@ class BatchPipeline:
         return iter(self._batches[start_step:].to_iter_dataset(options))
 
     def _grain_dataset(self) -> Any:
-        local = self.config.batch_size // self.config.host_count
         steps = -(-self._units // self.config.batch_size)
-        units = _HostUnits(self._order, self._units, self.config, steps * local)
-        return _grain().MapDataset.source(units).map(self._build_row).batch(local)
+        units = _LocalUnits(self._order, self._units, self.config.batch_size, self.rows, steps * len(self.rows))
+        return _grain().MapDataset.source(units).map(self._build_row).batch(len(self.rows))
 
     def _build_row(self, unit: tuple[int, ...]) -> Batch:
         size = self.config.seq_len
@@ -236,21 +237,21 @@ class BatchIterator:
 
 
 @dataclass(frozen=True)
-class _HostUnits:
-    """Grain's random-access source: this host's units, batch by batch; () after the last one."""
+class _LocalUnits:
+    """Grain's random-access source: the units of this process's rows, batch by batch; () after the last one."""
 
     order: UnitOrder
     units: int
-    config: PipelineConfig
+    batch_size: int
+    rows: Sequence[int]
     length: int
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
-        local = self.config.batch_size // self.config.host_count
-        step, row = divmod(int(index), local)
-        unit = step * self.config.batch_size + self.config.host_index * local + row
+        step, place = divmod(int(index), len(self.rows))
+        unit = step * self.batch_size + self.rows[place]
         return self.order.unit(unit) if unit < self.units else ()
 
 

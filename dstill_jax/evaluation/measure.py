@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from dstill_jax.evaluation.results import EvaluationMetadata, EvaluationResult, 
 from dstill_jax.evaluation.stats import require_prompts
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
+from dstill_jax.sharding import hosts
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def measure(
 ) -> tuple[EvaluationResult, dict[str, list[Completion]]]:
     """Decodes every prompt with every arm; returns the results and, by arm, the completions in prompt order.
 
-    Compilation and a warm-up round come before the timing. `report` is told (done, total) decodes.
+    Compilation and a warm-up round come before the timing. `report` is told (done, total) decodes. In a job of several
+    processes each decodes its share of the prompts, and while the first times the others rest; all return the same.
 
     Raises:
       UserError: fewer than two prompts, two arms of one name, or an arm whose options its method does not read.
@@ -72,24 +74,17 @@ def measure(
     if len({arm.name for arm in arms}) != len(arms):
         raise UserError(f"arms need names of their own, got {[arm.name for arm in arms]}")
     timed = len(prompts) if config.timed_prompts is None else min(config.timed_prompts, len(prompts))
-    steps = _Steps(len(arms) * len(prompts), report)
     requests = [Request(i, tokens, config.seed) for i, tokens in enumerate(prompts)]
-    completions = [
-        _decode_all(_session(target, arm, prompts, config, config.batch_size), requests[timed:], steps)
-        if timed < len(prompts)
-        else []
+    rest = requests[timed:]
+    share = rest[hosts.index() :: hosts.count()]
+    steps = _Steps(len(arms) * (len(share) + timed), report if hosts.first() else None)
+    batched = [
+        _decode_all(_session(target, arm, prompts, config, config.batch_size), share, steps) if rest else []
         for arm in arms
     ]
     sessions = [_session(target, arm, prompts, config, 1) for arm in arms]
-    alone: list[list[tuple[Completion, float]]] = [[] for _ in arms]
-    if timed:
-        for session in sessions:
-            _decode(session, requests[0], rounds=1)  # compiles; the number of rounds is not part of the program
-        for request in requests[:timed]:
-            for k, session in enumerate(sessions):
-                alone[k].append(_decode(session, request))
-                steps.done()
-    completions = [[c for c, _ in mine] + rest for mine, rest in zip(alone, completions, strict=True)]
+    alone = _decode_alone(sessions, requests[:timed], steps)
+    completions = [[c for c, _ in mine] + others for mine, others in zip(alone, batched, strict=True)]
     prompts_hash = hash_prompts(prompts)
     results = tuple(
         _result(arm, session, prompts_hash, done, [s for _, s in mine] or None, config.temperature)
@@ -164,12 +159,33 @@ def _session(
 
 
 def _decode_all(session: Session, requests: Sequence[Request], steps: _Steps) -> list[Completion]:
-    """Every request, in batches; completions in the order of the requests."""
-    done: dict[int, Completion] = {}
+    """This process's requests, in batches; completions of all processes' requests by their number."""
+    done = []
     for completion in session.run(requests, rounds_per_call=16):
-        done[completion.id] = completion
+        done.append(completion)
         steps.done()
-    return [done[request.id] for request in requests]
+    if hosts.count() > 1:
+        shares = hosts.exchange([asdict(completion) for completion in done])
+        done = [Completion(**values) for share in shares for values in share]
+    return sorted(done, key=lambda completion: completion.id)
+
+
+def _decode_alone(
+    sessions: Sequence[Session], requests: Sequence[Request], steps: _Steps
+) -> list[list[tuple[Completion, float]]]:
+    """Completion and decode seconds of each request, by session; the first process decodes and tells the others."""
+    found: list[list[tuple[Completion, float]]] = [[] for _ in sessions]
+    if hosts.first():
+        for session in sessions if requests else ():
+            _decode(session, requests[0], rounds=1)  # compiles; the number of rounds is not part of the program
+        for request in requests:
+            for mine, session in zip(found, sessions, strict=True):
+                mine.append(_decode(session, request))
+                steps.done()
+    if hosts.count() == 1:
+        return found
+    told = hosts.exchange([[(asdict(c), seconds) for c, seconds in mine] for mine in found])[0]
+    return [[(Completion(**values), seconds) for values, seconds in mine] for mine in told]
 
 
 def _decode(session: Session, request: Request, rounds: int | None = None) -> tuple[Completion, float]:

@@ -1,6 +1,6 @@
 """Training: optimiser, state, step, checkpoints, metrics and the loop that ties them together."""
 
-from dstill_jax.training.checkpoints import CheckpointStore, latest_step, load_metadata, load_params
+from dstill_jax.training.checkpoints import CheckpointStore, best_step, latest_step, load_metadata, load_params
 from dstill_jax.training.config import OptimizerConfig, TrainConfig, from_dict, to_dict
 from dstill_jax.training.interrupt import Interrupted
 from dstill_jax.training.loop import NonFiniteError, train
@@ -32,6 +32,7 @@ __all__ = [
     "TensorBoardWriter",
     "TrainConfig",
     "TrainState",
+    "best_step",
     "build_optimizer",
     "build_schedule",
     "from_dict",

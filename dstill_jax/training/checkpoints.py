@@ -6,43 +6,63 @@ A checkpoint is an Orbax step folder `<directory>/<step>/`. The state is stored 
 optimiser's own containers are, beside JSON metadata: the identity of the run (stage, target fingerprint, resolved
 config, data), which must be equal for a run to be resumed, and notes (versions), which need not. The position in the
 data is the step itself. A save that is killed leaves a temporary folder, which is never looked at and removed later.
+
+Several processes save and restore together, each its own devices' shares, in a folder that all of them see: a shared
+disk, or a bucket (gs://...).
 """
 
+import contextlib
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from dstill_jax import __version__
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
+from dstill_jax.sharding import hosts
+from dstill_jax.training.compare import Layout, flat, json_differences, tree_differences
 from dstill_jax.training.state import TrainState
 
 _FORMAT = 1
-_CHECKPOINTS = "checkpoints"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in a run's folder."""
+
 _MAX_LISTED = 12
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder; close it (or use `with`) when done."""
+    """The checkpoints of one run, in one folder; close it (or use `with`) when done.
 
-    def __init__(self, directory: str | Path, keep_last: int = 2) -> None:
-        """Opens or creates the folder. Step folders without a readable checkpoint are put out of the way."""
-        self.directory = Path(directory).absolute()
-        self._save_failed = False
-        if jax.process_index() == 0:
+    All processes of a job call the same methods in the same order.
+    """
+
+    def __init__(
+        self, directory: str | epath.PathLike, keep_last: int = 2, keep_best: tuple[str, str] | None = None
+    ) -> None:
+        """Opens or creates the folder. Step folders without a readable checkpoint are put out of the way.
+
+        The `keep_last` newest checkpoints are kept, and with `keep_best` = (metric, "min" or "max") the best of those
+        that were saved with this metric.
+        """
+        self.directory = _folder(directory)
+        self._pending: tuple[int, Any] | None = None  # the step that is being written, and Orbax's promise
+        self._failed = False
+        self._keep_best = keep_best
+        if hosts.first():
             _set_incomplete_aside(self.directory)
+        hosts.exchange()  # nobody looks before that is done
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep_last),
+                preservation_policy=_preservation(keep_last, keep_best),
                 cleanup_tmp_directories=True,
             )
         except OSError as e:
@@ -55,39 +75,83 @@ class CheckpointStore:
         self.close()
 
     def close(self) -> None:
+        """Waits for a save that is under way. Raises `UserError` when it cannot be finished."""
         try:
-            self._checkpointer.close()
-        except Exception:
-            if not self._save_failed:  # else it is the failure that `save` has reported, raised once more
-                raise
+            self.wait()
+        finally:
+            # Orbax raises once more what `save` or `wait` have reported.
+            with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+                self._checkpointer.close()
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint, or None."""
         return latest_step(self.directory)
 
-    def path(self, step: int) -> Path:
+    def agreed_step(self) -> int | None:
+        """`latest_step`, the same in every process.
+
+        Raises `UserError` when the processes do not see the same folder.
+        """
+        seen = hosts.exchange(self.latest_step())
+        if len(set(seen)) > 1:
+            raise UserError(
+                f"the newest checkpoint in {self.directory} is of step {', '.join(map(str, seen))} as seen by processes"
+                f" 0 to {len(seen) - 1}; keep checkpoints on a disk that all hosts share, or in a bucket"
+            )
+        return seen[0]
+
+    def path(self, step: int) -> epath.Path:
         return self.directory / str(step)
 
-    def save(self, state: TrainState, identity: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        state: TrainState,
+        identity: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        wait: bool = True,
+    ) -> epath.Path:
         """Writes the state under its own step and returns the folder; does nothing when that step is there already.
 
-        Returns only after the checkpoint is complete. Raises `UserError` when it cannot be written.
+        With `wait=False` it returns as soon as the state is copied, so that the next step may reuse its memory, and a
+        thread writes the copy; the checkpoint counts when it is complete. Raises `UserError` when it cannot be
+        written, or an earlier one could not.
         """
+        self.wait()
         step = int(state["step"])
         if any(c.step == step for c in self._checkpointer.checkpoints):
             return self.path(step)
         metadata = {"format": _FORMAT, "step": step, "identity": _as_json(identity), "notes": _notes()}
-        before = self.latest_step()
+        judged = None
+        if self._keep_best is not None and metrics is not None and self._keep_best[0] in metrics:
+            judged = {self._keep_best[0]: metrics[self._keep_best[0]]}
+        metadata["metrics"] = judged
+        with self._blaming(step):
+            promise = self._checkpointer.save_async(step, _to_plain(state), metrics=judged, custom_metadata=metadata)
+            self._pending = step, promise
+        if wait:
+            self.wait()
+        return self.path(step)
+
+    def wait(self) -> None:
+        """Until nothing is being written any more. Raises `UserError` when it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._blaming(pending[0]):
+                pending[1].result()
+
+    @contextlib.contextmanager
+    def _blaming(self, step: int) -> Iterator[None]:
         try:
-            self._checkpointer.save(step, _to_plain(state), custom_metadata=metadata)
+            yield
         except Exception as e:  # Orbax raises many kinds for a full or read-only disk
-            self._save_failed = True
+            self._failed = True
+            before = self.latest_step()
             last = "there is none before it" if before is None else f"the last good one is {self.path(before)}"
             raise UserError(
                 f"cannot write checkpoint {self.path(step)}: {_first_line(e)}; {last}."
                 " Free some space or fix the folder's permissions, then run the same command to resume"
             ) from e
-        return self.path(step)
 
     def restore(self, template: TrainState, identity: Mapping[str, Any], step: int | None = None) -> TrainState:
         """The state of `step` (default: the newest), laid out and placed like `template`.
@@ -99,8 +163,8 @@ class CheckpointStore:
         path = self.path(step)
         stored, metadata = _read_metadata(path)
         plain = _to_plain(template)
-        differences = _tree_differences(stored, plain)
-        differences += _json_differences(metadata["identity"], _as_json(identity))
+        differences = tree_differences(stored, plain)
+        differences += json_differences(metadata["identity"], _as_json(identity))
         if differences:
             shown = "; ".join(differences[:_MAX_LISTED])
             more = f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
@@ -111,19 +175,32 @@ class CheckpointStore:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain)
         loaded = _load(path, abstract)
         restored = _from_plain(template, loaded)
-        wrong = _tree_differences(_flat(loaded), plain)
+        wrong = tree_differences(flat(loaded), plain)
         assert not wrong and int(restored["step"]) == step, f"restored state of {path} differs: {wrong}"
         return restored
 
 
-def latest_step(directory: str | Path) -> int | None:
+def latest_step(directory: str | epath.PathLike) -> int | None:
     """The newest complete checkpoint under a run folder or its checkpoint folder, or None."""
-    steps = _complete_steps(_checkpoint_folder(Path(directory)))
+    steps = _complete_steps(_checkpoint_folder(_folder(directory)))
     return max(steps, default=None)
 
 
+def best_step(directory: str | epath.PathLike, metric: str, mode: Literal["min", "max"]) -> int:
+    """The step of the best checkpoint that was saved with this metric (`TrainConfig.keep_best`).
+
+    Raises `UserError` when there is none.
+    """
+    folder = _checkpoint_folder(_folder(directory))
+    found = {step: _read_metadata(folder / str(step))[1].get("metrics") or {} for step in _complete_steps(folder)}
+    judged = {step: metrics[metric] for step, metrics in found.items() if metric in metrics}
+    if not judged:
+        raise UserError(f"no checkpoint in {folder} was saved with the metric {metric!r}; set train.keep_best")
+    return (min if mode == "min" else max)(judged, key=lambda step: judged[step])
+
+
 def load_params(
-    directory: str | Path,
+    directory: str | epath.PathLike,
     which: Literal["ema", "params"] = "ema",
     *,
     step: int | None = None,
@@ -136,7 +213,7 @@ def load_params(
     """
     if which not in ("ema", "params"):
         raise UserError(f"which={which!r} is not stored as weights; use 'ema' or 'params'")
-    path = _step_folder(Path(directory), step)
+    path = _step_folder(_folder(directory), step)
     stored, _ = _read_metadata(path)
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract: dict[str, Any] = {}
@@ -149,27 +226,46 @@ def load_params(
         return _load(path, abstract)[which]
 
 
-def load_metadata(directory: str | Path, *, step: int | None = None) -> dict[str, Any]:
+def load_metadata(directory: str | epath.PathLike, *, step: int | None = None) -> dict[str, Any]:
     """What was saved beside the arrays: {"format", "step", "identity": {...}, "notes": {...}}."""
-    return _read_metadata(_step_folder(Path(directory), step))[1]
+    return _read_metadata(_step_folder(_folder(directory), step))[1]
+
+
+def _preservation(keep_last: int, keep_best: tuple[str, str] | None) -> Any:
+    policies = ocp.training.preservation_policies
+    newest = policies.LatestN(keep_last)
+    if keep_best is None:
+        return newest
+    metric, mode = keep_best
+    best = policies.BestN(
+        get_metric_fn=lambda metrics: metrics[metric],
+        reverse=mode == "min",
+        n=1,
+        keep_checkpoints_without_metrics=False,
+    )
+    return policies.AnyPreservationPolicy([newest, best])
 
 
 # Folders
 
 
-def _checkpoint_folder(directory: Path) -> Path:
-    return directory / _CHECKPOINTS if (directory / _CHECKPOINTS).is_dir() else directory
+def _folder(path: str | epath.PathLike) -> epath.Path:
+    """Absolute; a bucket (gs://...) as it is."""
+    return epath.Path(path) if "://" in str(path) else epath.Path(path).absolute()
 
 
-def _step_folder(directory: Path, step: int | None) -> Path:
-    directory = directory.absolute()
+def _checkpoint_folder(directory: epath.Path) -> epath.Path:
+    return directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
+
+
+def _step_folder(directory: epath.Path, step: int | None) -> epath.Path:
     if step is None and _is_complete(directory):
         return directory
     folder = _checkpoint_folder(directory)
     return folder / str(_require_step(folder, step))
 
 
-def _require_step(folder: Path, step: int | None) -> int:
+def _require_step(folder: epath.Path, step: int | None) -> int:
     steps = _complete_steps(folder)
     if not steps:
         raise UserError(f"{folder} holds no complete checkpoint; give a run folder of `dstill train`")
@@ -180,33 +276,35 @@ def _require_step(folder: Path, step: int | None) -> int:
     return step
 
 
-def _complete_steps(folder: Path) -> list[int]:
+def _complete_steps(folder: epath.Path) -> list[int]:
     if not folder.is_dir():
         return []
     return [int(p.name) for p in folder.iterdir() if p.name.isdecimal() and _is_complete(p)]
 
 
-def _is_complete(path: Path) -> bool:
-    return path.is_dir() and (path / "_CHECKPOINT_METADATA").is_file() and ocp.is_orbax_checkpoint(path)
+def _is_complete(path: epath.Path) -> bool:
+    # In a bucket, where nothing can be renamed, the last of these files is what completes a checkpoint.
+    named = all((path / name).is_file() for name in ("_CHECKPOINT_METADATA", "commit_success.txt"))
+    return named and ocp.is_orbax_checkpoint(path)
 
 
-def _set_incomplete_aside(folder: Path) -> None:
+def _set_incomplete_aside(folder: epath.Path) -> None:
     """Step folders that hold no checkpoint: the rest of a killed deletion goes, a newer one (a broken copy) is renamed.
 
-    Orbax would count them as checkpoints, hence delete good ones in their place.
+    Orbax would count them as checkpoints, hence delete good ones in their place. In a bucket it looks after them itself.
     """
-    if not folder.is_dir():
+    if "://" in str(folder) or not folder.is_dir():
         return
     newest = max(_complete_steps(folder), default=-1)
     for path in folder.iterdir():
         if path.is_dir() and path.name.isdecimal() and not _is_complete(path):
             if int(path.name) < newest:
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)  # a local folder
             else:
                 path.rename(_free_name(path))
 
 
-def _free_name(path: Path) -> Path:
+def _free_name(path: epath.Path) -> epath.Path:
     names = (path.with_name(f"{path.name}.incomplete{suffix}") for suffix in ("", *(f"-{i}" for i in range(1, 10_000))))
     return next(name for name in names if not name.exists())
 
@@ -214,18 +312,18 @@ def _free_name(path: Path) -> Path:
 # Contents
 
 
-def _load(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+def _load(path: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     try:
         return ocp.load(path, abstract)
     except Exception as e:  # truncated or missing files surface as many kinds
         raise _unreadable(path, e) from e
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
+def _unreadable(path: epath.Path, error: Exception) -> UserError:
     return UserError(f"cannot read checkpoint {path}: {_first_line(error)}; delete that folder to use an older one")
 
 
-def _read_metadata(path: Path) -> tuple[dict[tuple[str, ...], tuple[tuple[int, ...], Any]], dict[str, Any]]:
+def _read_metadata(path: epath.Path) -> tuple[Layout, dict[str, Any]]:
     """({path of a leaf: (shape, dtype)}, custom metadata) without reading an array."""
     try:
         metadata = ocp.metadata(path)
@@ -237,13 +335,7 @@ def _read_metadata(path: Path) -> tuple[dict[tuple[str, ...], tuple[tuple[int, .
         raise UserError(f"{path} is not a checkpoint of this library (format {found!r}, expected {_FORMAT})")
     if not isinstance(metadata.metadata, Mapping):  # Orbax only logs an unreadable array
         raise _unreadable(path, ValueError("its arrays are missing or damaged"))
-    return _flat(metadata.metadata), custom
-
-
-def _flat(tree: Any, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
-    if isinstance(tree, Mapping):
-        return {k: v for name, sub in tree.items() for k, v in _flat(sub, (*prefix, str(name))).items()}
-    return {prefix: (tuple(tree.shape), tree.dtype)}
+    return flat(metadata.metadata), custom
 
 
 def _to_plain(tree: Any) -> dict[str, Any]:
@@ -272,39 +364,6 @@ def _insert(tree: dict[str, Any], keys: tuple[str, ...], leaf: Any) -> None:
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
     tree[keys[-1]] = leaf
-
-
-def _tree_differences(stored: dict[tuple[str, ...], tuple[tuple[int, ...], Any]], plain: dict[str, Any]) -> list[str]:
-    wanted = _flat(plain)
-    found = []
-    for keys in sorted(stored.keys() | wanted.keys()):
-        name = "/".join(keys)
-        if keys not in wanted:
-            found.append(f"{name} is only in the checkpoint")
-        elif keys not in stored:
-            found.append(f"{name} is not in the checkpoint")
-        else:
-            (shape, dtype), (want_shape, want_dtype) = stored[keys], wanted[keys]
-            if shape != want_shape:
-                found.append(f"{name} has shape {list(shape)} there, {list(want_shape)} now")
-            if dtype != want_dtype:
-                found.append(f"{name} is {dtype} there, {want_dtype} now")
-    return found
-
-
-def _json_differences(stored: Any, wanted: Any, prefix: str = "") -> list[str]:
-    if isinstance(stored, dict) and isinstance(wanted, dict):
-        found = []
-        for key in sorted(stored.keys() | wanted.keys()):
-            name = f"{prefix}.{key}" if prefix else key
-            if key not in wanted:
-                found.append(f"{name} is only in the checkpoint ({stored[key]!r})")
-            elif key not in stored:
-                found.append(f"{name} is not in the checkpoint ({wanted[key]!r} now)")
-            else:
-                found += _json_differences(stored[key], wanted[key], name)
-        return found
-    return [] if stored == wanted else [f"{prefix} is {stored!r} there, {wanted!r} now"]
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

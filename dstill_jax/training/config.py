@@ -58,6 +58,7 @@ class TrainConfig:
     seed: int = 0  # of every random draw inside the step
     save_every: int = 200  # steps between checkpoints; the last step is always saved
     keep_last: int = 2  # newest checkpoints that are kept
+    keep_best: tuple[str, str] | None = None  # (metric, "min" or "max"): the best checkpoint by it is kept as well
     log_every: int = 1  # steps between records in metrics.jsonl
     prefetch: int = 2  # batches prepared and sent to the device ahead of the step
     profile_steps: tuple[int, int] | None = None  # first and last step of a jax.profiler trace
@@ -65,12 +66,15 @@ class TrainConfig:
     progress: bool = True  # progress bar on a terminal, sparse lines elsewhere
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile_steps, list):  # what JSON makes of a tuple
-            object.__setattr__(self, "profile_steps", tuple(self.profile_steps))
+        for name in ("profile_steps", "keep_best"):
+            if isinstance(getattr(self, name), list):  # what JSON makes of a tuple
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_types(self)
         for name in ("total_steps", "accumulate_steps", "save_every", "keep_last", "log_every", "prefetch"):
             _check_range(self, name, at_least=1)
         _check_range(self, "seed", at_least=0, below=2**32)
+        if self.keep_best is not None and self.keep_best[1] not in ("min", "max"):
+            raise UserError(f"TrainConfig.keep_best={self.keep_best!r} must be (metric, 'min') or (metric, 'max')")
         if self.profile_steps is not None:
             first, last = self.profile_steps
             if not 1 <= first <= last:
@@ -85,7 +89,7 @@ class TrainConfig:
 
 
 OPERATIONAL_FIELDS = frozenset(
-    {"save_every", "keep_last", "log_every", "prefetch", "profile_steps", "tensorboard", "progress"}
+    {"save_every", "keep_last", "keep_best", "log_every", "prefetch", "profile_steps", "tensorboard", "progress"}
 )
 """Fields of `TrainConfig` that change no number of the run, hence may differ when a run is resumed."""
 

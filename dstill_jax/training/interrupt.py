@@ -3,14 +3,16 @@
 Used by `loop.py`; the command line catches `Interrupted`.
 """
 
+import os
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import jax
-import numpy as np
+from jax.experimental import multihost_utils
+
+from dstill_jax.sharding import hosts
 
 
 class Interrupted(Exception):
@@ -30,15 +32,19 @@ class StopSignals:
 
     A signal during compilation, evaluation or saving is thus kept until the next step ends. A second SIGINT raises
     `KeyboardInterrupt` at once: the last checkpoint is what remains. Outside the main thread it does nothing.
+
+    In a job of several processes SIGTERM is left to jax's preemption service, which has all of them stop after the same
+    step whichever was asked to; SIGINT is passed on to it.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._shared = hosts.count() > 1
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in (signal.SIGINT,) if self._shared else (signal.SIGTERM, signal.SIGINT):
                 self._previous[signum] = signal.signal(signum, self._received)
         return self
 
@@ -51,12 +57,11 @@ class StopSignals:
         if self.signum is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.signum = signum
+        if self._shared:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def agreed(self) -> int | None:
-        """The signal that any process received; every process must call this at the same step."""
-        if jax.process_count() == 1:
+    def agreed(self, step: int) -> int | None:
+        """The signal to stop after `step`, the same in every process; all must ask after every step."""
+        if not self._shared:
             return self.signum
-        from jax.experimental import multihost_utils
-
-        received = np.asarray(multihost_utils.process_allgather(np.int32(self.signum or 0)))
-        return int(received.max()) or None
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

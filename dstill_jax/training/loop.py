@@ -18,7 +18,9 @@ import jax
 
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
-from dstill_jax.training.checkpoints import CheckpointStore
+from dstill_jax.sharding import hosts
+from dstill_jax.sharding.rows import RowPlaces
+from dstill_jax.training.checkpoints import CHECKPOINTS, CheckpointStore
 from dstill_jax.training.config import OPERATIONAL_FIELDS, OptimizerConfig, TrainConfig, to_dict
 from dstill_jax.training.interrupt import Interrupted, StopSignals
 from dstill_jax.training.metrics import ConsoleWriter, JsonlWriter, MetricWriter, MultiWriter, TensorBoardWriter, means
@@ -45,7 +47,8 @@ def train(
     metadata: Mapping[str, Any],
     on_step: OnStep | None = None,
     *,
-    batch_sharding: jax.sharding.NamedSharding | None = None,
+    rows: RowPlaces | None = None,
+    checkpoints: str | Path | None = None,
     state_shardings: Callable[[TrainState], Any] | None = None,
 ) -> TrainState:
     """Trains for `train_config.total_steps` steps, from the newest checkpoint of `run_dir` when there is one.
@@ -55,8 +58,10 @@ def train(
     `target_fingerprint`, the resolved `config`) is saved with each checkpoint and must be equal on resuming, as must
     the fields of both configs that affect numbers. `on_step(step, state)` runs after each step, before it is saved; it
     may return metrics for that step's record, and must keep no reference to the state, whose memory the next step
-    reuses. With `batch_sharding` rows are spread over a mesh, and weights not yet placed on it are replicated over it,
+    reuses. With `rows` those of a batch are spread over a mesh, and weights not yet placed on it are replicated over it,
     unless `state_shardings` tells where each array of a state (of shapes) belongs: then it is created there.
+    `checkpoints` is a folder or bucket for them, by default `run_dir/checkpoints`. In a job of several processes all
+    call this; what is written once is written by the first.
 
     Returns the final state. Raises `Interrupted` after saving on SIGTERM or SIGINT, `NonFiniteError`, and `UserError`
     when the folder belongs to another run or cannot be written.
@@ -64,17 +69,20 @@ def train(
     run_dir = Path(run_dir).absolute()
     identity = _identity(metadata, train_config, optimizer_config, data)
     optimizer = build_optimizer(optimizer_config, train_config.total_steps)
-    state = _begin(params_init, optimizer, train_config.seed, batch_sharding, state_shardings)
-    shardings = None if batch_sharding is None else jax.tree.map(lambda x: x.sharding, state)
+    state = _begin(params_init, optimizer, train_config.seed, rows, state_shardings)
+    shardings = None if rows is None else jax.tree.map(lambda x: x.sharding, state)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        store = stack.enter_context(CheckpointStore(run_dir / "checkpoints", train_config.keep_last))
-        if store.latest_step() is not None:
-            state = store.restore(state, identity)
+        store = stack.enter_context(
+            CheckpointStore(checkpoints or run_dir / CHECKPOINTS, train_config.keep_last, train_config.keep_best)
+        )
+        newest = store.agreed_step()
+        if newest is not None:
+            state = store.restore(state, identity, newest)
         start = int(state["step"])
         if start >= train_config.total_steps:
             return state
-        if jax.process_index() == 0:
+        if hosts.first():
             _write_config(run_dir, identity)
         label = str(metadata.get("stage", "train"))
         writer = stack.enter_context(contextlib.closing(_writers(run_dir, train_config, start, label)))
@@ -88,9 +96,7 @@ def train(
             profiler=stack.enter_context(_Profiler(train_config.profile_steps, run_dir / "profile")),
             on_step=on_step,
         )
-        batches = stack.enter_context(
-            Prefetcher(data, start, train_config.total_steps, train_config.prefetch, batch_sharding)
-        )
+        batches = stack.enter_context(Prefetcher(data, start, train_config.total_steps, train_config.prefetch, rows))
         return run.steps(state, start, frozen, batches)
 
 
@@ -134,22 +140,17 @@ class _Run:
             self._profiler.after(done, state)
             extra = None if self._on_step is None else self._on_step(done, state)
             self._recorder.push(done, metrics, {**perf, **(extra or {})})
-            stop = self._stop_requested(done)
+            stop = self._signals.agreed(done)
             saves = done % self._config.save_every == 0 or done == total or stop is not None
             if saves:
-                self._recorder.flush()  # raises on a bad step, so a checkpoint is always of a good one
-                checkpoint = self._store.save(state, self._identity)
+                values = self._recorder.flush()  # raises on a bad step, so a checkpoint is always of a good one
+                last = done == total or stop is not None
+                checkpoint = self._store.save(state, self._identity, values, wait=last)
             if stop is not None and done < total:
                 raise Interrupted(stop, done, total, checkpoint)
             if saves or self._on_step is not None:
                 clock.restart()
         return state
-
-    def _stop_requested(self, done: int) -> int | None:
-        # Asking all processes makes them wait for each other, so several of them ask only now and then.
-        if jax.process_count() > 1 and done % 10 and done != self._config.total_steps:
-            return None
-        return self._signals.agreed()
 
 
 class _Recorder:
@@ -158,22 +159,25 @@ class _Recorder:
     def __init__(self, writer: MetricWriter, store: CheckpointStore, log_every: int) -> None:
         self._writer, self._store, self._log_every = writer, store, log_every
         self._pending: tuple[int, Metrics, dict[str, float]] | None = None
+        self._values: dict[str, float] = {}
 
     def push(self, step: int, metrics: Metrics, extra: dict[str, float]) -> None:
         previous, self._pending = self._pending, (step, metrics, extra)
         self._record(previous)
 
-    def flush(self) -> None:
+    def flush(self) -> dict[str, float]:
+        """Everything is on disk; the values of the last step."""
         previous, self._pending = self._pending, None
         self._record(previous)
         self._writer.flush()
+        return self._values
 
     def _record(self, pending: tuple[int, Metrics, dict[str, float]] | None) -> None:
         if pending is None:
             return
         step, metrics, extra = pending
         host = jax.device_get(metrics)
-        values = {**means(host), **extra}
+        values = self._values = {**means(host), **extra}
         bad = bool(host["nonfinite"][0])
         if bad or step % self._log_every == 0 or any(name.startswith("eval/") for name in extra):
             self._writer.write(step, values)
@@ -185,6 +189,7 @@ class _Recorder:
         ordered = {"loss": host["loss"], "grad_norm": host["grad_norm"], **host}
         worst = {name: next((x for x in pair if not math.isfinite(x)), None) for name, pair in ordered.items()}
         named = [f"train/{name} is {x}" for name, x in worst.items() if x is not None]
+        self._store.wait()
         last = self._store.latest_step()
         saved = "there is no checkpoint yet" if last is None else f"the last good one is {self._store.path(last)}"
         return (
@@ -266,29 +271,30 @@ def _begin(
     params: Params,
     optimizer: Optimizer,
     seed: int,
-    batch_sharding: jax.sharding.NamedSharding | None,
+    rows: RowPlaces | None,
     state_shardings: Callable[[TrainState], Any] | None,
 ) -> TrainState:
     if state_shardings is None:
-        return _place(init_state(params, optimizer, seed), batch_sharding)
+        return _place(init_state(params, optimizer, seed), rows)
     create = functools.partial(init_state, optimizer=optimizer, seed=seed)
     return jax.jit(create, out_shardings=state_shardings(jax.eval_shape(create, params)))(params)
 
 
-def _place(state: TrainState, batch_sharding: jax.sharding.NamedSharding | None) -> TrainState:
-    if batch_sharding is None:
+def _place(state: TrainState, rows: RowPlaces | None) -> TrainState:
+    if rows is None:
         return state
-    everywhere = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
+    mesh = rows.sharding.mesh
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(x: jax.Array) -> jax.Array:
-        on_mesh = isinstance(x.sharding, jax.sharding.NamedSharding) and x.sharding.mesh == batch_sharding.mesh
+        on_mesh = isinstance(x.sharding, jax.sharding.NamedSharding) and x.sharding.mesh == mesh
         return x if on_mesh else jax.device_put(x, everywhere)
 
     return jax.tree.map(place, state)
 
 
 def _writers(run_dir: Path, config: TrainConfig, completed_steps: int, label: str) -> MultiWriter:
-    if jax.process_index() != 0:
+    if not hosts.first():
         return MultiWriter()
     writers: list[MetricWriter] = [JsonlWriter(run_dir / "metrics.jsonl", completed_steps)]
     if config.tensorboard:

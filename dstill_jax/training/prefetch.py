@@ -11,6 +11,8 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
+from dstill_jax.sharding.rows import RowPlaces
+
 Batch = dict[str, jax.Array]
 
 
@@ -20,8 +22,8 @@ class Data(Protocol):
     def batch(self, step: int) -> Mapping[str, np.ndarray]:
         """The arrays of optimiser step `step` (the first is 0), `[accumulate_steps * B, ...]` each.
 
-        A pure function of `step`, so that the position in the data is the step itself. Called from another thread, and
-        ahead of time; the arrays must not be written to afterwards.
+        On a mesh: the rows that `RowPlaces.local` names. A pure function of `step`, so that the position in the data is
+        the step itself. Called from another thread, and ahead of time; the arrays must not be written to afterwards.
         """
         ...
 
@@ -29,13 +31,12 @@ class Data(Protocol):
 class Prefetcher:
     """Device batches of steps `start` to `stop - 1`, in order, `depth` of them prepared ahead.
 
-    An exception of `data.batch` is raised again by `next`. Close it (or use `with`) to end the thread.
+    `rows` tells where they belong on a mesh; without it they go to the first device. An exception of `data.batch` is
+    raised again by `next`. Close it (or use `with`) to end the thread.
     """
 
-    def __init__(
-        self, data: Data, start: int, stop: int, depth: int = 2, sharding: jax.sharding.Sharding | None = None
-    ) -> None:
-        self._data, self._sharding = data, sharding
+    def __init__(self, data: Data, start: int, stop: int, depth: int = 2, rows: RowPlaces | None = None) -> None:
+        self._data, self._rows = data, rows
         self._ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start, stop), name="prefetch", daemon=True)
@@ -72,11 +73,9 @@ class Prefetcher:
             self._put(None, e)
 
     def _to_device(self, batch: Mapping[str, Any]) -> Batch:
-        if self._sharding is None:
-            return {name: jax.device_put(x) for name, x in batch.items()}
-        if jax.process_count() == 1:
-            return {name: jax.device_put(x, self._sharding) for name, x in batch.items()}
-        return {name: jax.make_array_from_process_local_data(self._sharding, x) for name, x in batch.items()}
+        if self._rows is not None:
+            return self._rows.place(batch)
+        return {name: jax.device_put(x) for name, x in batch.items()}
 
     def _put(self, batch: Batch | None, error: BaseException | None) -> bool:
         while not self._closed.is_set():

@@ -27,10 +27,10 @@ def with_features(rows):
     return [(row.tokens[:, None] % 2048 / 16 + np.arange(3)).astype(np.float16) for row in rows]
 
 
-def pipeline(rows=None, features=False, **settings):
+def pipeline(rows=None, features=False, places=None, **settings):
     rows = golden_rows() if rows is None else rows
     config = PipelineConfig(**{"seq_len": 16, "batch_size": 4, "seed": 3, **settings})
-    return BatchPipeline(MemoryDataset(rows, with_features(rows) if features else None), config)
+    return BatchPipeline(MemoryDataset(rows, with_features(rows) if features else None), config, places)
 
 
 def digest(batch):
@@ -165,7 +165,8 @@ def test_packing_fills_bins_and_loses_nothing():
 def test_hosts_split_the_global_batch_in_order(mode):
     alone = pipeline(mode=mode, num_epochs=1)
     for count in (2, 4):
-        hosts = [pipeline(mode=mode, num_epochs=1, host_index=i, host_count=count) for i in range(count)]
+        size = alone.config.batch_size // count
+        hosts = [pipeline(mode=mode, num_epochs=1, places=range(i * size, (i + 1) * size)) for i in range(count)]
         assert {host.total_steps for host in hosts} == {alone.total_steps}
         for step in range(alone.total_steps):
             parts = [host.batch(step) for host in hosts]
@@ -180,7 +181,7 @@ def test_a_position_saved_on_one_host_continues_on_two():
     expected = next(iterator)["tokens"]
     parts = []
     for i in range(2):
-        half = pipeline(host_index=i, host_count=2).iterate()
+        half = pipeline(places=range(2 * i, 2 * i + 2)).iterate()
         half.restore({**iterator.state(), "step": 5})
         parts.append(next(half)["tokens"])
     np.testing.assert_array_equal(np.concatenate(parts), expected)
@@ -241,8 +242,7 @@ BAD = {
     "overlong": {"overlong": "split"},
     "seed": {"seed": -1},
     "num_epochs": {"num_epochs": 0},
-    "host_index": {"host_index": 2, "host_count": 2},
-    "batch_size": {"batch_size": 5, "host_count": 2},
+    "batch_size": {"batch_size": 0},
     "threads": {"threads": -1},
 }
 

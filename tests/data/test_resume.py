@@ -96,7 +96,7 @@ def test_a_killed_worker_is_reported_and_its_answers_are_kept(tmp_path, monkeypa
 def start_and_kill(k, job, folder, command, start=pool._start):
     process = start(k, job, folder, command)
     if k == 0:
-        wait_for(lambda: any(p.stat().st_size for p in folder.glob("shard-*.jsonl")))
+        wait_for(lambda: any(p.stat().st_size for p in folder.parent.glob("shard-*.jsonl")))
         process.send_signal(signal.SIGKILL)
     return process
 

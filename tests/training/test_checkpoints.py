@@ -12,7 +12,9 @@ from dstill_jax.errors import UserError
 from dstill_jax.training import (
     CheckpointStore,
     TrainConfig,
+    best_step,
     build_optimizer,
+    checkpoints,
     init_state,
     latest_step,
     load_metadata,
@@ -141,6 +143,48 @@ def test_only_the_newest_are_kept_and_a_step_is_saved_once(tmp_path, trained):
         for step in (1, 2, 3, 3):
             store.save(at_step(trained, step), IDENTITY)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
+def steps_in(folder):
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path, trained):
+    by_loss = ("train/loss", "min")
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=by_loss) as store:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            store.save(at_step(trained, step), IDENTITY, {"train/loss": loss, "train/tau": 1.0})
+        store.save(at_step(trained, 4), IDENTITY, {"train/tau": 1.0})  # no loss was measured
+    assert steps_in(tmp_path) == [2, 4] and best_step(tmp_path, *by_loss) == 2
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=by_loss) as store:
+        store.save(at_step(trained, 5), IDENTITY, {"train/loss": 1.5})
+        assert steps_in(tmp_path) == [2, 5]
+        store.save(at_step(trained, 6), IDENTITY, {"train/loss": 0.5})
+    assert steps_in(tmp_path) == [6]
+    with pytest.raises(UserError, match=r"no checkpoint in .* was saved with the metric 'eval/tau'"):
+        best_step(tmp_path, "eval/tau", "max")
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path):
+    """The next steps reuse (donate) the memory of the state while it is being written."""
+    optimizer, data = build_optimizer(OPTIMIZER, 10), ToyData()
+    train_step = make_train_step(toy_loss, optimizer, TrainConfig(total_steps=10))
+    state = init_state(toy_params(), optimizer, 0)
+    with CheckpointStore(tmp_path, keep_last=9) as store:
+        copies = []
+        for step in range(4):
+            copies.append(jax.tree.map(lambda x: np.array(x, copy=True), state))
+            store.save(state, IDENTITY, wait=False)
+            state, _ = train_step(state, toy_frozen(), data.batch(step))
+        store.wait()
+        for step, copy in enumerate(copies):
+            assert_same_bytes(store.restore(template(), IDENTITY, step), copy)
+
+
+def test_a_bucket_stays_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(checkpoints._folder("gs://bucket/run")) == "gs://bucket/run"
+    assert str(checkpoints._folder("run")) == str(tmp_path / "run")
 
 
 def test_a_half_written_step_is_never_restored(saved, trained):
