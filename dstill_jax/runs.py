@@ -174,6 +174,7 @@ def stage_two_of(config: RunConfig, objective: StageTwoConfig, out: str, steps: 
         out=out,
         new=None,
         start_from=f"{config.out}/drafter",
+        checkpoints=None,  # the stage-1 run's folder is its own
         optimizer=dataclasses.replace(config.optimizer, learning_rate=config.optimizer.learning_rate / 2),
         train=dataclasses.replace(config.train, total_steps=steps),
     )
@@ -203,6 +204,8 @@ def refreshed_runs(config: RunConfig, student_passes: Sequence[int]) -> tuple[Ru
     for number, left in enumerate(student_passes, start=1):
         objective = dataclasses.replace(config.objective, passes=passes, student_passes=left)
         run = dataclasses.replace(config, objective=objective, out=f"{config.out}/round{number}")
+        if config.checkpoints is not None:
+            run = dataclasses.replace(run, checkpoints=f"{config.checkpoints}/round{number}")
         if runs:
             run = dataclasses.replace(run, new=None, teacher=None, start_from=f"{runs[-1].out}/drafter")
         runs.append(run)
