@@ -43,10 +43,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_core_dependencies_are_the_eight_of_the_design() -> None:
+def test_core_dependencies_are_those_of_the_design() -> None:
+    """And etils, which orbax brings: its paths are what makes a bucket a checkpoint folder."""
     assert {name_of(line) for line in PROJECT["dependencies"]} == {
         *("jax", "flax", "optax", "orbax-checkpoint"),
         *("numpy", "jaxtyping", "safetensors", "rich"),
+        "etils",
     }
 
 
