@@ -2,14 +2,18 @@
 
 Before:   dstill fetch smollm2 gsm8k
           dstill prepare --target smollm2 --prompts gsm8k --out runs/smollm2/data --max-prompt-tokens 128 \\
-              --max-new-tokens 128 --workers 2 --taps 1 7 14 20 27
+              --max-new-tokens 128 --workers 2 --taps 1 8 14 20 27
 Command:  dstill train configs/smollm2_stage1.py
 Hardware: any; on two CPU cores a step takes about a third of a second.
 Expected: see the table of `dstill demo` in the README, which trains this recipe for a few hundred steps. This longer
           one has not been run to its end yet.
 
-GSM8K here is its test file: measure on the held-out rows only (`dstill eval --prompts gsm8k` takes no others), and
-leave them out of training as `dstill demo` does if you quote numbers.
+GSM8K here is its test file: `dstill prepare --prompts gsm8k` leaves out the held-out rows, `dstill eval --prompts gsm8k`
+takes no others.
+
+The same on the tiny target, in minutes (`dstill train configs/smollm2_stage1.py --tiny`), needs
+  dstill prepare --target tiny --prompts "$(dstill fetch tiny)/prompts_train.jsonl" --limit 256 --out runs/tiny/data \\
+      --max-prompt-tokens 80 --max-new-tokens 96 --temperature 0.3 --taps 0 1 2
 """
 
 from dstill_jax.blocks import ViewMix

@@ -1,6 +1,7 @@
 """`dstill`: the command line. Parses, hands over to `commands`, and turns every user mistake into one line and exit 2."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ from dstill_jax.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
     args = _parse(arguments)
-    _set_environment()
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another one
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        _set_environment()
+    except UserError as error:
+        return _fail(str(error))
     if not hasattr(args, "coordinator"):
         return _run(args)
     from dstill_jax.sharding import hosts
@@ -131,7 +138,7 @@ def _prepare(commands) -> None:
 
 def _train(commands) -> None:
     sub = _command(commands, "train", "train one stage from a Python config; continues a stopped run")
-    sub.add_argument("config", help="Python file with CONFIG (and TINY), e.g. configs/tiny_stage1.py")
+    sub.add_argument("config", help="Python file with CONFIG (and TINY), e.g. configs/smollm2_stage1.py --tiny")
     sub.add_argument("--tiny", action="store_true", help="run the file's TINY instead of its CONFIG")
     sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. train.total_steps=500 out=runs/a")
     _hosts(sub)

@@ -30,10 +30,11 @@ def run_prepare(args: argparse.Namespace) -> None:
     from dstill_jax.data.templates import TemplateConfig
     from dstill_jax.sharding import hosts
 
+    _check_output(args.json)
     summary = prepare(
         PrepareConfig(
             target=resolve_target(args.target),
-            source=PromptSource(resolve_prompts(args.prompts), conversations=args.conversations),
+            source=PromptSource(training_prompts(args.prompts), conversations=args.conversations),
             out=args.out,
             template=TemplateConfig(style=args.style, thinking=args.thinking),
             start=args.start,
@@ -86,7 +87,8 @@ def run_generate(args: argparse.Namespace) -> None:
     from dstill_jax.decoding.sampling import SamplingConfig
     from dstill_jax.evaluation.colour import IncrementalDecoder, Segment, to_ansi, token_slots
 
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    _check_output(args.json)
+    text = _text(sys.stdin.buffer.read()) if args.prompt == "-" else _text(os.fsencode(args.prompt))
     target, drafter = load_pair(args)
     method = args.method or ("dflash" if drafter is not None else "autoregressive")
     options = {
@@ -129,6 +131,11 @@ def run_eval(args: argparse.Namespace) -> None:
     from dstill_jax.evaluation.tables import print_headline
     from dstill_jax.sharding import hosts
 
+    _check_output(args.json)
+    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise UserError(f"out={args.out} is a file; give a folder")
+    if args.timed is not None and args.timed < 0:
+        raise UserError(f"timed={args.timed} must not be negative")
     target, drafter = load_pair(args)
     rows = read_prompts(args.prompts, args.limit)
     prompts = render(target, rows, raw=args.raw)
@@ -176,10 +183,15 @@ def run_eval(args: argparse.Namespace) -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
+    from dstill_jax.decoding.session import check_pair
     from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 
     target = load_target(resolve_target(args.target))
-    save_drafter(args.out, load_drafter(resolve_drafter(args.drafter), target), target.config, dtype="bfloat16")
+    drafter = load_drafter(args.drafter, target)
+    check_pair(target, drafter)
+    if Path(args.out).resolve() == Path(drafter.source).resolve():
+        raise UserError(f"out={args.out} is the drafter itself; export to a folder of its own")
+    save_drafter(args.out, drafter, target.config, dtype="bfloat16")
     print(args.out)
 
 
@@ -244,10 +256,19 @@ def resolve_prompts(name: str) -> str:
     return str(fetch(name, report=_say)) if name in ("gsm8k", "humaneval") and not Path(name).exists() else name
 
 
-def resolve_drafter(name: str) -> str:
-    """A drafter folder, or the one inside a run folder."""
-    inner = Path(name) / "drafter"
-    return str(inner) if (inner / "config.json").exists() else name
+def training_prompts(name: str) -> str:
+    """As `resolve_prompts`, less gsm8k's held-out rows: `read_prompts` has those."""
+    from dstill_jax.weights.embedded import gsm8k_split, read_jsonl
+    from dstill_jax.weights.folders import atomic_path
+
+    path = Path(resolve_prompts(name))
+    if name != "gsm8k" or Path(name).exists():
+        return str(path)
+    rows = path.with_name(f"{path.stem}_train.jsonl")
+    with atomic_path(rows) as temporary:
+        lines = [json.dumps(row) + "\n" for row in gsm8k_split(read_jsonl(path))[0]]
+        temporary.write_text("".join(lines), encoding="utf-8")
+    return str(rows)
 
 
 def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -257,7 +278,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
 
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     target = load_target(resolve_target(args.target), dtype=dtype)
-    return target, load_drafter(resolve_drafter(args.drafter), target, dtype=dtype) if args.drafter else None
+    return target, load_drafter(args.drafter, target, dtype=dtype) if args.drafter else None
 
 
 def read_prompts(name: str, limit: int | None) -> list[Any]:
@@ -306,7 +327,8 @@ def load_runs(path: str, name: str, overrides: Sequence[str]) -> tuple[Any, ...]
     Raises UserError for a missing or failing file, an unknown field and a value that does not parse, and for an
     override of what ties the runs of a tuple together.
     """
-    from dstill_jax.runs import RunConfig, override
+    from dstill_jax.overrides import override
+    from dstill_jax.runs import RunConfig
 
     if not Path(path).is_file():
         raise UserError(f"config {path!r} is not a file; give a Python file that exports CONFIG")
@@ -314,7 +336,7 @@ def load_runs(path: str, name: str, overrides: Sequence[str]) -> tuple[Any, ...]
         exported = runpy.run_path(path)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{path} failed: {type(error).__name__}: {error}") from error
     found = exported.get(name)
     runs = found if isinstance(found, tuple) else (found,)
@@ -351,9 +373,25 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _check_output(path: str | None) -> None:
+    """Before any work: a JSON file can be written there."""
+    if path is not None and Path(path).is_dir():
+        raise UserError(f"json={path} is a folder; name a file")
+    if path is not None:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
 def _write_json(path: str | None, value: Any) -> None:
     if path is None:
         return
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    from dstill_jax.weights.folders import atomic_path
+
+    with atomic_path(Path(path)) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -4,9 +4,7 @@ Called by the command line (`dstill train`), the demo and experiments. A run is 
 in `configs/` export them.
 """
 
-import ast
 import dataclasses
-import difflib
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -75,9 +73,10 @@ class RunConfig:
             raise UserError("RunConfig.teacher is read by stage 2 only; leave it out for stage 1")
         if isinstance(self.objective, StageTwoConfig) and self.teacher is None and self.start_from is None:
             raise UserError("stage 2 distils a stage-1 drafter: name it with start_from, or with teacher")
-        for name in ("anchors_per_row", "head_chunk"):
-            if getattr(self, name) < 1:
-                raise UserError(f"RunConfig.{name}={getattr(self, name)} must be at least 1")
+        for name in ("anchors_per_row", "head_chunk", "vocabulary"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"RunConfig.{name}={value} must be at least 1")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise UserError(f"RunConfig.compute_dtype={self.compute_dtype!r} must be float32 or bfloat16")
         check_rows_divide(self.mesh, self.batches.batch_size, self.batches.seq_len, self.train.accumulate_steps)
@@ -330,40 +329,3 @@ def loss_function(
 def trained_steps(run: str | Path) -> int:
     """Steps of the newest checkpoint of a run folder, 0 without one."""
     return checkpoints.latest_step(run) or 0
-
-
-def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
-    """Applies FIELD=VALUE assignments, dots reaching into nested configs; values are Python literals or plain words.
-
-    Raises UserError naming the field: unknown, not a single value, or refused by the config itself.
-    """
-    for assignment in assignments:
-        path, separator, text = assignment.partition("=")
-        if not separator:
-            raise UserError(f"override {assignment!r} must look like FIELD=VALUE")
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text  # a word: a folder, a name
-        config = _replaced(config, path.split("."), value, path)
-    return config
-
-
-def _replaced(config: Any, parts: list[str], value: Any, path: str) -> Any:
-    names = [f.name for f in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
-    if parts[0] not in names:
-        close = difflib.get_close_matches(parts[0], names, 1)
-        raise UserError(
-            f"{path}: {type(config).__name__} has no field {parts[0]!r};"
-            + (f" did you mean {close[0]!r}?" if close else f" its fields are {', '.join(names) or 'none'}")
-        )
-    old = getattr(config, parts[0])
-    if len(parts) > 1:
-        value = _replaced(old, parts[1:], value, path)
-    elif dataclasses.is_dataclass(old):
-        raise UserError(f"{path} is a group of fields; set one of {', '.join(f.name for f in dataclasses.fields(old))}")
-    elif isinstance(old, float) and type(value) is int:
-        value = float(value)
-    elif old is not None and value is not None and type(value) is not type(old):
-        raise UserError(f"{path}={value!r} must be a {type(old).__name__}, like {old!r}")
-    return dataclasses.replace(config, **{parts[0]: value})

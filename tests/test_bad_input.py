@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from dstill_jax.cli import main
+from dstill_jax.errors import UserError
+from dstill_jax.locks import only_one
+from dstill_jax.training.loop import _write_config
 
 REFERENCE = Path(__file__).parent / "reference"
 CONFIG = """
@@ -92,7 +95,60 @@ WEIGHTS = "target/model.safetensors"
 GENERATE = ["generate", "--target", "target"]
 PREPARE = ["prepare", "--target", "target", "--prompts", "prompts.jsonl", "--out", "data"]
 TRAIN = ["train", "config.py"]
+EXPORT = ["export", "draft", "exported", "--target", "target"]
 MISTAKES = {
+    "export over the target": (None, [*EXPORT[:2], "target", *EXPORT[3:]], "target"),
+    "export onto itself": (None, [*EXPORT[:2], "draft", *EXPORT[3:]], "draft"),
+    "drafter of no known target": (
+        lambda: write("draft/dstill.json", '{"target_fingerprint": 5}'),
+        [*GENERATE, "w5", "--drafter", "draft"],
+        "target_fingerprint=5",
+    ),
+    "drafter trained on another target": (
+        lambda: write("draft/dstill.json", '{"target_fingerprint": "abcdef"}'),
+        EXPORT,
+        "abcdef",
+    ),
+    "brackets thousands deep": (
+        lambda: write("target/config.json", "[" * 100_000),
+        [*GENERATE, "w5"],
+        "config.json",
+    ),
+    "tokenizer of nothing": (lambda: write("target/tokenizer.json", "{}"), [*GENERATE, "w5"], "tokenizer"),
+    "a number of too many digits": (
+        lambda: write("prompts.jsonl", '{"prompt": ' + "9" * 5000 + "}"),
+        PREPARE,
+        "prompts.jsonl:1",
+    ),
+    "messages of unequal columns": (
+        lambda: write("prompts.jsonl", '{"messages": {"role": ["user"], "content": []}}'),
+        PREPARE,
+        "messages",
+    ),
+    "manifest of bytes": (
+        lambda: (Path("data").mkdir(), Path("data/manifest.json").write_bytes(b"\xff\xfe")),
+        [*PREPARE, "--max-prompt-tokens", "16", "--max-new-tokens", "4"],
+        "manifest.json",
+    ),
+    "provenance that is a list": (
+        lambda: (Path("no-such-data").mkdir(), write("no-such-data/provenance.json", "[]")),
+        TRAIN,
+        "no-such-data",
+    ),
+    "temperature that float32 cannot divide by": (
+        None,
+        [*GENERATE, "w5", "--temperature", "1e-40"],
+        "temperature=1e-40",
+    ),
+    "json output that is a folder": (lambda: Path("j").mkdir(), [*GENERATE, "w5", "--json", "j"], "json=j"),
+    "prompt that is not UTF-8": (None, [*GENERATE, "w5 \udcff"], "UTF-8"),
+    "override of a wrong type": (None, [*TRAIN, "vocabulary=abc"], "vocabulary='abc'"),
+    "override inside a tuple": (None, [*TRAIN, "new.target_layer_ids=(0,'a')"], "target_layer_ids"),
+    "override that unsets": (None, [*TRAIN, "out=None"], "out=None"),
+    "override that is not finite": (None, [*TRAIN, "optimizer.learning_rate=1e400"], "learning_rate"),
+    "override of a part that is not there": (None, [*TRAIN, "start_from.x=1"], "start_from.x"),
+    "vocabulary of nothing": (None, [*TRAIN, "vocabulary=0"], "vocabulary=0"),
+    "config that exits": (lambda: write("config.py", "import sys; sys.exit('bye')"), TRAIN, "config.py"),
     "unknown embedded name": (None, ["fetch", "gpt5"], "gpt5"),
     "unknown command": (None, ["serve"], "serve"),
     "option that does not exist": (None, [*GENERATE, "hi", "--speed", "9"], "--speed"),
@@ -186,6 +242,30 @@ def test_a_mistake_is_one_line_and_exit_2(mistake: str, place: Path, capsys: pyt
     assert status == 2
     assert len(lines) == 1 and lines[0].startswith("dstill")
     assert named in lines[0]
+
+
+def test_a_cache_that_is_a_file_is_one_line_and_exit_2(
+    place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTILL_CACHE", write("cache", ""))
+    assert main(["fetch", "tiny"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "cache" in line
+
+
+def test_what_is_not_a_drafter_or_a_run_is_not_overwritten(place: Path) -> None:
+    before = {file.name: file.read_bytes() for file in Path("target").iterdir()}
+    assert main(["export", "draft", "target", "--target", "target"]) == 2
+    with pytest.raises(UserError, match="not a run's"):
+        _write_config(Path("target"), {})
+    assert {file.name: file.read_bytes() for file in Path("target").iterdir()} == before
+
+
+def test_a_folder_has_one_process_at_a_time(place: Path) -> None:
+    with only_one(Path("run")), pytest.raises(UserError, match="another process"), only_one(Path("run")):
+        pass
+    with only_one(Path("run")):  # the first has left
+        pass
 
 
 def test_a_full_disk_is_one_line_and_exit_2(

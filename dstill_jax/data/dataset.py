@@ -90,11 +90,13 @@ class ConversationDataset:
         self.path = _find(Path(path))
         try:
             self.provenance: dict[str, Any] = json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))
-            self.stats = np.load(self.path / "lengths.npy")
+            self.stats = np.load(self.path / "lengths.npy").reshape(-1, 3)
             self.fingerprint: str = self.provenance["content_sha256"]
             width = self.provenance["feature_width"]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{self.path}: incomplete or damaged dataset ({error}); prepare it again") from error
+            self.provenance["inputs"].get("target_fingerprint")
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{self.path}: incomplete or damaged dataset ({reason}); prepare it again") from error
         self.lengths = self.stats[:, 0]
         self._records = _open_records(self.path)
         if len(self._records) != len(self.lengths):
@@ -110,7 +112,10 @@ class ConversationDataset:
     def __getitem__(self, index: int) -> Conversation:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)} rows")
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except RuntimeError as error:  # the reader's words for a file that is cut
+            raise UserError(f"{self.path}: row {index} cannot be read ({error}); prepare it again") from error
         tokens, mask = record["tokens"], record["loss_mask"]
         if not len(tokens) == len(mask) == self.lengths[index]:
             raise UserError(

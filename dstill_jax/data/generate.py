@@ -33,6 +33,7 @@ from dstill_jax.data.shards import Answer, read_answers
 from dstill_jax.data.templates import ChatTemplate, tokenizer_sha256
 from dstill_jax.data.worker import Job, describe_os_error, run_share, write_requests
 from dstill_jax.errors import UserError
+from dstill_jax.locks import only_one
 from dstill_jax.sharding import hosts
 
 STAGE_VERSION = 1  # raise when the same inputs would give another dataset
@@ -340,26 +341,8 @@ def _opened(folder: Path, inputs: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if hosts.first():
             check_manifest(folder, inputs)
-            stack.enter_context(_only_one(folder))
+            stack.enter_context(only_one(folder))
         hosts.exchange()
         if not hosts.first():
             require_manifest(folder, inputs)
-        yield
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Holds a lock that the system drops when the process dies."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    with open(folder / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"{folder}: another prepare is working in this folder; wait for it or choose another folder"
-            ) from error
         yield

@@ -27,7 +27,7 @@ def check_manifest(folder: Path, inputs: dict[str, Any]) -> None:
             differing = sorted(
                 k for k in stored.keys() | inputs.keys() if stored.get(k, "absent") != inputs.get(k, "absent")
             )
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: not a manifest of this program; choose another folder or remove it") from error
         if differing:
             changes = "; ".join(f"{k}: there {_short(stored, k)}, now {_short(inputs, k)}" for k in differing)

@@ -94,7 +94,7 @@ def _jsonl_rows(path: Path, conversations: bool) -> Iterator[PromptRow]:
                 continue
             try:
                 value = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: malformed JSON ({error}); expected one JSON object a line") from error
             yield _row(value, f"{path.name}:{number}", where, "prompt", conversations)
 
@@ -164,7 +164,10 @@ def _row(value: Any, default_id: str, where: str, text_field: str, conversations
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
-        keys, columns = list(value), list(value.values())  # TFDS gives a sequence of dicts as a dict of lists
+        keys, columns = list(value), list(value.values())
+        if len({len(column) for column in columns}) > 1:
+            raise UserError(f"{where}: 'messages' is a dict of lists of different lengths")
+        # TFDS gives a sequence of dicts as a dict of lists.
         value = [dict(zip(keys, items, strict=True)) for items in zip(*columns, strict=True)]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"{where}: 'messages' must be a list, got {_kind(value)}")

@@ -95,8 +95,8 @@ def generate(
     per_prompt = [sum(row) / len(row) for row in lengths if row]
     stats = {
         "rounds": float(rounds),
-        "tau_mean": sum(per_prompt) / len(per_prompt) if per_prompt else float("nan"),
-        "tau_pooled": sum(map(sum, lengths)) / rounds if rounds else float("nan"),
+        "tau_mean": sum(per_prompt) / len(per_prompt) if per_prompt else 1.0,  # no round: one pass, one token
+        "tau_pooled": sum(map(sum, lengths)) / rounds if rounds else 1.0,
         "seconds": time.perf_counter() - began,
         "prefill_seconds": session.clock.prefill,
     }

@@ -24,8 +24,8 @@ class SamplingConfig:
     top_p: float | None = None  # then the smallest set whose probability reaches p
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or a number from 0.0001 on")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1; leave it out to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -47,8 +47,8 @@ class Draw(NamedTuple):
     def of(cls, config: SamplingConfig) -> "Draw":
         return cls(
             jnp.float32(config.temperature or 1.0),
-            jnp.int32(config.top_k or 2**31 - 1),
-            jnp.float32(config.top_p or 1.0),
+            jnp.int32(min(config.top_k or 2**31 - 1, 2**31 - 1)),
+            jnp.float32(max(config.top_p or 1.0, 1e-9)),  # a positive number in float32, too
         )
 
 

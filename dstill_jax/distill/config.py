@@ -72,6 +72,8 @@ class StageTwoConfig:
     student_passes: int = 1  # that the student is to need for what takes the teacher `passes` (SDTT, arXiv 2410.21035)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise UserError(f"StageTwoConfig.threshold={self.threshold} must be between 0 and 1")
         check_order(self.order, 1 if self.passes is None else self.passes)
         if self.student_passes < 1:
             raise UserError(f"StageTwoConfig.student_passes={self.student_passes} must be at least 1")

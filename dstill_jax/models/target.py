@@ -266,8 +266,8 @@ class Target:
             raise UserError("strings need the target's tokenizer; run: pip install 'dstill-jax[data]'") from None
         try:
             return AutoTokenizer.from_pretrained(self.source)
-        except (OSError, ValueError) as error:
-            raise UserError(f"no usable tokenizer in {self.source!r}: {error}") from None
+        except Exception as error:  # damaged files surface as many kinds
+            raise UserError(f"no usable tokenizer in {self.source!r}: {type(error).__name__}: {error}") from None
 
     @property
     def dtype(self) -> jnp.dtype:

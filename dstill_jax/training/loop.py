@@ -18,6 +18,7 @@ import jax
 
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
+from dstill_jax.locks import only_one
 from dstill_jax.sharding import hosts
 from dstill_jax.sharding.rows import RowPlaces
 from dstill_jax.training.checkpoints import CHECKPOINTS, CheckpointStore
@@ -73,6 +74,8 @@ def train(
     shardings = None if rows is None else jax.tree.map(lambda x: x.sharding, state)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
+        if hosts.first():
+            stack.enter_context(only_one(run_dir))
         store = stack.enter_context(
             CheckpointStore(checkpoints or run_dir / CHECKPOINTS, train_config.keep_last, train_config.keep_best)
         )
@@ -201,16 +204,21 @@ class _Recorder:
 class _Clock:
     """Steps per second over the last steps; compilation, saving and callbacks left out."""
 
+    _FILLING = 2  # steps that are only handed to the device before the host has to wait for one
+
     def __init__(self) -> None:
         self._laps: collections.deque[tuple[float, int]] = collections.deque(maxlen=50)
         self._last: float | None = None
+        self._filling = 0
 
     def restart(self) -> None:
-        self._last = time.perf_counter()
+        self._last, self._filling = None, self._FILLING
 
     def lap(self, tokens: int) -> dict[str, float]:
         now = time.perf_counter()
-        if self._last is not None:
+        if self._filling:
+            self._filling -= 1
+        elif self._last is not None:
             self._laps.append((now - self._last, tokens))
         self._last = now
         seconds = sum(s for s, _ in self._laps)
@@ -307,12 +315,21 @@ def _writers(run_dir: Path, config: TrainConfig, completed_steps: int, label: st
 def _write_config(run_dir: Path, identity: dict[str, Any]) -> None:
     path = run_dir / "config.json"
     temporary = path.with_name(path.name + ".tmp")
+    if path.exists() and not _is_run_config(path):
+        raise UserError(f"{path} is not a run's; the folder holds something else: choose another run folder")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(identity, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e}; choose another run folder") from e
+
+
+def _is_run_config(path: Path) -> bool:
+    try:
+        return {"train", "optimizer"} <= set(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _tokens(batch: Batch) -> int:

@@ -56,6 +56,8 @@ def read_json(path: Path) -> dict:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {error.lineno} is not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value

@@ -114,7 +114,8 @@ def load_drafter(
     """A drafter in the public DFlash layout.
 
     Args:
-      path_or_hub_id: a folder with `config.json` and `model.safetensors`, or a hub id.
+      path_or_hub_id: a folder with `config.json` and `model.safetensors`, the folder of a run of `dstill train`, or a
+        hub id.
       target: when given, the drafter must have been made for a target of this shape.
       dtype: of the parameters: "float32", "bfloat16" or "float16".
       mesh: spread the parameters over it, as in `load_target`.
@@ -123,7 +124,8 @@ def load_drafter(
       UserError: the folder cannot be represented exactly, or does not fit the target; both values are named.
     """
     wanted = numpy_dtype(dtype)
-    folder = resolve_folder(path_or_hub_id)
+    inner = Path(path_or_hub_id) / "drafter"
+    folder = resolve_folder(inner if (inner / CONFIG_FILE).exists() else path_or_hub_id)
     with _blaming(folder / CONFIG_FILE):
         config = parse_drafter_config(read_json(folder / CONFIG_FILE))
         if target is not None:
@@ -137,6 +139,10 @@ def load_drafter(
     known = read_json(provenance) if provenance.exists() else {}
     with _blaming(provenance):
         vocabulary = _checked_vocabulary(known.get("vocabulary"), config.vocab_size)
+        if not isinstance(known.get("target_fingerprint"), str | None):
+            raise UserError(
+                f"target_fingerprint={known['target_fingerprint']!r} must be a text; export the drafter again"
+            )
     return Drafter(config, params, str(folder), known.get("target_fingerprint"), vocabulary)
 
 
@@ -258,6 +264,10 @@ def _save(
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to save to")
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / CONFIG_FILE).exists():
+        found = read_json(folder / CONFIG_FILE).get("architectures")
+        if found != config["architectures"]:
+            raise UserError(f"{folder} holds something else (architectures={found}); save to a folder of its own")
     others = [p.name for p in sorted(folder.iterdir()) if ".safetensors" in p.suffixes and p.name != WEIGHTS_FILE]
     if others:
         raise UserError(f"{folder} holds other weights ({_some(others)}); save to a folder of its own")

@@ -17,7 +17,8 @@ from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
-from dstill_jax.runs import RunConfig, override, refreshed_runs, run_stage
+from dstill_jax.overrides import override
+from dstill_jax.runs import RunConfig, refreshed_runs, run_stage
 from dstill_jax.training import OptimizerConfig, TrainConfig, read_jsonl
 from dstill_jax.weights.load import load_drafter, load_target
 
