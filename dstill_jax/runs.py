@@ -234,7 +234,7 @@ def _new_params(
 
 def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:
     """Whether features have to be computed in the step. Stored ones must be of this target and of these taps."""
-    inputs = dataset.provenance["inputs"]
+    inputs = dataset.provenance.get("inputs", {})
     made_by = inputs.get("target_fingerprint")
     if made_by not in (None, target.fingerprint):
         raise UserError(

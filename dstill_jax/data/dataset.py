@@ -93,7 +93,6 @@ class ConversationDataset:
             self.stats = np.load(self.path / "lengths.npy").reshape(-1, 3)
             self.fingerprint: str = self.provenance["content_sha256"]
             width = self.provenance["feature_width"]
-            self.provenance["inputs"].get("target_fingerprint")
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{self.path}: incomplete or damaged dataset ({reason}); prepare it again") from error
