@@ -157,7 +157,7 @@ def test_two_prepares_do_not_work_in_one_folder(tmp_path):
     process = start(config, 0.2)
     try:
         wait_for(lambda: finished_lines(config) >= 1)
-        with pytest.raises(UserError, match="another prepare is working in this folder"):
+        with pytest.raises(UserError, match="another process is working in this folder"):
             run(config)
     finally:
         process.kill()

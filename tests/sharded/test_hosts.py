@@ -105,6 +105,7 @@ def assert_alike(several: dict, one: dict) -> None:
     np.testing.assert_allclose(several["weights"], one["weights"], rtol=20 * BOUND, atol=1e-6)
 
 
+@pytest.mark.slow  # two minutes, of which nearly all compile
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     """Data, both stages with a save every other step, export and evaluation."""
     alone = hosts_case.start("everything", tmp_path / "one", 1, 2, mesh={"fsdp": 2})
