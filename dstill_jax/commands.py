@@ -30,7 +30,6 @@ def run_prepare(args: argparse.Namespace) -> None:
     from dstill_jax.data.templates import TemplateConfig
     from dstill_jax.sharding import hosts
 
-    _check_output(args.json)
     summary = prepare(
         PrepareConfig(
             target=resolve_target(args.target),
@@ -87,7 +86,6 @@ def run_generate(args: argparse.Namespace) -> None:
     from dstill_jax.decoding.sampling import SamplingConfig
     from dstill_jax.evaluation.colour import IncrementalDecoder, Segment, to_ansi, token_slots
 
-    _check_output(args.json)
     text = _text(sys.stdin.buffer.read()) if args.prompt == "-" else _text(os.fsencode(args.prompt))
     target, drafter = load_pair(args)
     method = args.method or ("dflash" if drafter is not None else "autoregressive")
@@ -131,7 +129,6 @@ def run_eval(args: argparse.Namespace) -> None:
     from dstill_jax.evaluation.tables import print_headline
     from dstill_jax.sharding import hosts
 
-    _check_output(args.json)
     if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"out={args.out} is a file; give a folder")
     if args.timed is not None and args.timed < 0:
@@ -380,8 +377,8 @@ def _text(data: bytes) -> str:
         raise UserError(f"the prompt is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
-def _check_output(path: str | None) -> None:
-    """Before any work: a JSON file can be written there."""
+def check_output(path: str | None) -> None:
+    """Before any command's work: its JSON file can be written there."""
     if path is not None and Path(path).is_dir():
         raise UserError(f"json={path} is a folder; name a file")
     if path is not None:

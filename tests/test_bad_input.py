@@ -97,8 +97,7 @@ PREPARE = ["prepare", "--target", "target", "--prompts", "prompts.jsonl", "--out
 TRAIN = ["train", "config.py"]
 EXPORT = ["export", "draft", "exported", "--target", "target"]
 MISTAKES = {
-    "export over the target": (None, [*EXPORT[:2], "target", *EXPORT[3:]], "target"),
-    "export onto itself": (None, [*EXPORT[:2], "draft", *EXPORT[3:]], "draft"),
+    "export onto itself": (None, [*EXPORT[:2], "draft", *EXPORT[3:]], "is the drafter itself"),
     "drafter of no known target": (
         lambda: write("draft/dstill.json", '{"target_fingerprint": 5}'),
         [*GENERATE, "w5", "--drafter", "draft"],
@@ -141,6 +140,12 @@ MISTAKES = {
         "temperature=1e-40",
     ),
     "json output that is a folder": (lambda: Path("j").mkdir(), [*GENERATE, "w5", "--json", "j"], "json=j"),
+    "json of a demo that is a folder": (lambda: Path("j").mkdir(), ["demo", "--json", "j"], "json=j"),
+    "json of a plan that is a folder": (
+        lambda: Path("j").mkdir(),
+        ["plan", "config.py", "--slice", "v5e-16", "--json", "j"],
+        "json=j",
+    ),
     "prompt that is not UTF-8": (None, [*GENERATE, "w5 \udcff"], "UTF-8"),
     "override of a wrong type": (None, [*TRAIN, "vocabulary=abc"], "vocabulary='abc'"),
     "override inside a tuple": (None, [*TRAIN, "new.target_layer_ids=(0,'a')"], "target_layer_ids"),

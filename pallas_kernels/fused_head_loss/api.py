@@ -56,13 +56,12 @@ def fused_head_loss(
 
     Raises:
       ValueError: shapes, dtypes, terms or an implementation that do not fit; the message says which.
-      NotImplementedError: implementation="pallas": a forced implementation is never replaced by another.
     """
     labels, others, terms = tuple(labels), tuple(others), tuple(Term(*term) for term in terms)
     _check(hidden, head, labels, others, weights)
     check_terms(terms, len(labels), len(others))
     if implementation == "pallas":
-        raise NotImplementedError("implementation='pallas': the head loss has no Pallas version; use 'auto' or 'xla'")
+        raise ValueError("implementation='pallas' does not exist for the head loss; use 'auto' or 'xla'")
     which, kind = resolve("xla" if implementation == "auto" else implementation, device_kind)
     if weights is not None:
         counted = (weights != 0)[:, None]

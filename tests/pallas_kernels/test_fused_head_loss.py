@@ -177,7 +177,7 @@ def test_errors_name_what_is_wrong(changes, message):
 
 
 def test_a_forced_pallas_does_not_fall_back_and_sizes_are_checked():
-    with pytest.raises(NotImplementedError, match="implementation='pallas'"):
+    with pytest.raises(ValueError, match="implementation='pallas' does not exist"):
         fused_head_loss(
             jnp.zeros((5, 6)), jnp.zeros((6, 9)), labels=(jnp.zeros(5, jnp.int32),), implementation="pallas"
         )
