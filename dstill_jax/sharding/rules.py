@@ -30,7 +30,7 @@ _PATHS: tuple[tuple[str, Logical], ...] = (
     (r"vocabulary|tap_scale", (None,)),
     # Train state.
     (r"step|updates|count", ()),
-    (r"rng", (None,)),
+    (r"rng|ns_coeffs", (None,)),
     # Batches.
     (r"tokens|loss_mask|document_ids|positions", ("batch", "seq")),
     (r"features", ("batch", "seq", None)),

@@ -15,12 +15,15 @@ from dstill_jax.errors import UserError
 
 Config = TypeVar("Config")
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay, a global-norm clip and an exponential moving average of the weights."""
+    """AdamW or Muon, with linear warm-up, cosine decay, a global-norm clip and an exponential moving average."""
 
     learning_rate: float  # the peak, reached at the end of the warm-up
+    kind: str = "adamw"  # or "muon": matrices by Muon, everything else by AdamW
     warmup_fraction: float = 0.04  # of total_steps, rising linearly
     final_lr_fraction: float = 0.02  # of learning_rate, reached by the cosine at the last step
     b1: float = 0.9
@@ -32,6 +35,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if self.kind not in OPTIMIZERS:
+            raise UserError(f"OptimizerConfig.kind={self.kind!r}; choose one of {', '.join(OPTIMIZERS)}")
         _check_range(self, "learning_rate", above=0.0)
         _check_range(self, "warmup_fraction", at_least=0.0, below=1.0)
         _check_range(self, "final_lr_fraction", at_least=0.0, at_most=1.0)

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW on float32 weights, its learning rate a function of the step.
+"""The optimiser: AdamW or Muon on float32 weights, its learning rate a function of the step.
 
 Built by `loop.py` from an `OptimizerConfig`, used by `state.py` (moments) and `step.py` (updates).
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from dstill_jax.dims import Params
@@ -18,6 +19,7 @@ from dstill_jax.training.config import OptimizerConfig
 Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
 
 _NEVER_DECAYED = ("scale", "bias")
+_MUON_MOMENTUM, _MUON_RMS = 0.95, 0.2
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,38 @@ class Optimizer:
 
 
 def build_optimizer(config: OptimizerConfig, total_steps: int) -> Optimizer:
-    """AdamW: clip by global norm, Adam moments, decoupled weight decay on matrices, warm-up and cosine."""
+    """Clip by global norm, the directions of `config.kind`, decoupled weight decay on matrices, warm-up and cosine."""
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    transform = optax.chain(
-        clip,
+    directions = _muon(config) if config.kind == "muon" else _adamw(config)
+    return Optimizer(optax.chain(clip, directions), build_schedule(config, total_steps), config.ema_decay)
+
+
+def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.chain(
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )
-    return Optimizer(transform, build_schedule(config, total_steps), config.ema_decay)
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Matrices move along their orthogonalised momentum, everything else along AdamW's direction.
+
+    An orthogonal step is scaled to the root mean square of AdamW's, about 0.2 an entry, so that one learning rate serves
+    both (arXiv 2502.16982, section 2.2).
+    """
+    matrices = optax.contrib.muon(
+        1.0,  # the rate is applied by the train step
+        beta=_MUON_MOMENTUM,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        consistent_rms=_MUON_RMS,
+    )
+    matrices = optax.chain(matrices, optax.scale(-1.0))  # optax descends, here directions are subtracted
+
+    def kinds(params: Params) -> Params:
+        return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params)
+
+    return optax.partition({"matrix": matrices, "rest": _adamw(config)}, kinds)
 
 
 def build_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:

@@ -1,5 +1,7 @@
 """The optimiser against AdamW written out in NumPy, and the learning rate against its formula."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,6 +51,35 @@ def test_adamw_equals_the_textbook_in_float64():
     for tree, expected in ((state["params"], flat), (state["ema"], ema)):
         np.testing.assert_allclose(tree["head"]["kernel"], expected["kernel"], rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(tree["norm"]["scale"], expected["scale"], rtol=2e-5, atol=2e-6)
+
+
+def test_muon_moves_matrices_along_their_orthogonalised_momentum_and_the_rest_as_adamw_does():
+    config = dataclasses.replace(CONFIG, kind="muon", clip_norm=None)
+    steps, shape = 12, (6, 10)
+    rng = np.random.default_rng(1)
+    params = {"head": {"kernel": rng.normal(size=shape).astype(np.float32)}, "norm": {"scale": np.ones(4, np.float32)}}
+    muon, adamw = (
+        make_train_step(linear_loss, build_optimizer(c, steps), TrainConfig(total_steps=steps))
+        for c in (config, dataclasses.replace(config, kind="adamw"))
+    )
+    state, plain = (init_state(params, build_optimizer(c, steps), 0) for c in (config, CONFIG))
+    momentum = np.zeros(shape)
+    for t in range(1, steps + 1):
+        gradient = {"kernel": rng.normal(size=shape), "scale": rng.normal(size=4)}
+        batch = {n: g[None].astype(np.float32) for n, g in gradient.items()}
+        before = np.asarray(state["params"]["head"]["kernel"], np.float64)
+        state, metrics = muon(state, None, batch)
+        plain, _ = adamw(plain, None, batch)
+        momentum = 0.95 * momentum + 0.05 * gradient["kernel"]
+        ahead = 0.95 * momentum / (1 - 0.95 ** (t + 1)) + 0.05 * gradient["kernel"] / (1 - 0.95**t)
+        step = (before - np.asarray(state["params"]["head"]["kernel"])) / float(metrics["learning_rate"][0])
+        u, _, v = np.linalg.svd(ahead, full_matrices=False)
+        # Five Newton-Schulz iterations leave singular values between about 0.7 and 1.2, not at 1.
+        singular = np.linalg.svd(u.T @ (step - 0.3 * before) @ v.T)[1] / (0.2 * np.sqrt(10))
+        assert (0.6 < singular).all() and (singular < 1.3).all(), (t, singular)
+        turned = u.T @ (step - 0.3 * before) @ v.T
+        np.testing.assert_allclose(turned - np.diag(np.diag(turned)), 0, atol=2e-3)
+        np.testing.assert_allclose(state["params"]["norm"]["scale"], plain["params"]["norm"]["scale"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("fraction", "total"), [(0.0, 10), (0.04, 10), (0.5, 2), (0.99, 3), (0.1, 1), (0.04, 5000)])

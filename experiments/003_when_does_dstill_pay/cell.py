@@ -1,0 +1,119 @@
+"""One cell: trains an arm at a block size and seed, then decodes the held-out prompts with it.
+
+Called by `run.py` in a process of its own. Both halves go on where they were stopped: the training from its
+checkpoint, the measuring with the settings that its file does not hold yet.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from calibration import calibrate
+from dstill_jax.data.dataset import ConversationDataset
+from dstill_jax.decoding.session import Request, Session
+from dstill_jax.locks import only_one
+from dstill_jax.models.target import Target
+from dstill_jax.runs import run_stage
+from dstill_jax.weights.load import load_drafter, load_target
+from grid import NEW_TOKENS, PROMPT_TOKENS, Arm, arms, run_config
+from texts import held_out
+
+BATCH = 64
+_TREES = (16, 64)
+
+
+def run_cell(root: Path, target_folder: str, block_size: int, seed: int, name: str, *, final: bool) -> None:
+    """Trains and measures one cell; `final` measures on the last prompts, too."""
+    arm = arms(block_size)[name]
+    target = load_target(target_folder)
+    train_cell(root, target_folder, target, arm, block_size, seed, name)
+    for which in ("choosing", "final") if final else ("choosing",):
+        measure_cell(root, target, arm, block_size, seed, name, which)
+
+
+def cell_folder(root: Path, block_size: int, seed: int, name: str) -> Path:
+    return root / f"block{block_size}" / f"seed{seed}" / name
+
+
+def train_cell(root: Path, target_folder: str, target: Target, arm: Arm, block_size: int, seed: int, name: str) -> None:
+    out = cell_folder(root, block_size, seed, name)
+    if (out / "drafter").exists():  # it is written when the training is complete
+        return
+    folders = {other: str(cell_folder(root, block_size, seed, other) / "drafter") for other in arms(block_size)}
+    config = run_config(arm, block_size, seed, target_folder, str(root / "train"), str(out), folders)
+    run_stage(config, target=target)
+
+
+def settings(arm: Arm, block_size: int) -> dict[str, tuple[str, dict]]:
+    """What a cell is decoded with: a label, the method and its options."""
+    most = block_size - 1
+    found: dict[str, tuple[str, dict]] = {"one pass": ("dflash", {})}
+    for budget in _TREES:
+        found[f"tree {budget}"] = ("ddtree", {"tree_budget": budget})
+    if arm.refined:
+        for order, passes in (
+            ("left_to_right", most),
+            ("left_to_right", 4),
+            ("confidence", 2),
+            ("confidence", 4),
+            ("confidence", most),
+            ("quota", most),
+        ):
+            found[f"{order} {passes}"] = ("refine", {"passes": passes, "order": order})
+    return found
+
+
+def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: int, name: str, which: str) -> None:
+    """Writes `measured_<which>.json`: per setting the committed tokens and rounds of each prompt, in order."""
+    folder = cell_folder(root, block_size, seed, name)
+    path = folder / f"measured_{which}.json"
+    done = json.loads(path.read_text()) if path.exists() else {}
+    dataset = ConversationDataset(root / "heldout")
+    prompts = held_out(dataset, which)
+    drafter = load_drafter(str(folder / "drafter"), target)
+    with only_one(folder / which):
+        for label, (method, options) in settings(arm, block_size).items():
+            if label in done:
+                continue
+            began = time.perf_counter()
+            rounds = list(_decode(target, drafter, method, options, prompts))
+            done[label] = {
+                "committed": [sum(r) for r in rounds],
+                "rounds": [len(r) for r in rounds],
+                "histogram": np.bincount([c for r in rounds for c in r], minlength=block_size + 1).tolist(),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+            _write(path, done)
+        if "calibration" not in done:
+            done["calibration"] = calibrate(target, drafter, dataset, which)
+            simulated = done["calibration"].pop("simulated")
+            decoded = [done["one pass"]["committed"], done["one pass"]["rounds"]]
+            if simulated != decoded:
+                raise SystemExit(f"{path}: simulated acceptance differs from decoding; one of the two is wrong")
+            _write(path, done)
+
+
+def _decode(target: Target, drafter, method: str, options: dict, prompts) -> Iterator[list[int]]:
+    """Acceptance lengths of each prompt; the text must be the stored greedy answer, token for token."""
+    session = Session(
+        target,
+        drafter=drafter,
+        method=method,
+        batch_size=BATCH,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        **options,
+    )
+    completions = session.run([Request(i, prompt) for i, (prompt, _) in enumerate(prompts)], rounds_per_call=16)
+    for completion in sorted(completions, key=lambda c: c.id):
+        if completion.tokens != prompts[completion.id][1]:
+            raise SystemExit(f"prompt {completion.id}: {method} {options} changed the text: decoding is not lossless")
+        yield completion.acceptance_lengths
+
+
+def _write(path: Path, values: dict) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values), encoding="utf-8")
+    part.replace(path)

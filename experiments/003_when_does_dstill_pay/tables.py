@@ -1,0 +1,107 @@
+"""results.json and the tables, from what the cells have measured.
+
+Seeds are pooled by prompt: committed tokens and rounds of all seeds are added before prompts are resampled, so an
+interval covers the choice of prompts; the change of each seed alone stands beside it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
+from grid import STEP_COST, arms
+from texts import count
+
+CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute")
+_SETS = ("choosing", "final")
+
+Counts = tuple[np.ndarray, np.ndarray]  # committed tokens and rounds of each prompt
+
+
+def write_results(root: Path, path: Path) -> None:
+    """Everything measured under `root`, as JSON; prints the tables."""
+    results: dict[str, Any] = {"prompts": count(root), "step_cost": STEP_COST, "tables": {}}
+    for which in _SETS:
+        for block in (8, 16):
+            lines = _lines(root, block, which)
+            if lines:
+                results["tables"][f"block {block}, {which}"] = lines
+                _print(f"block {block}, prompts for {which}", lines)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _measured(root: Path, block: int, name: str, which: str) -> dict[int, dict[str, Any]]:
+    """By seed, what a cell has measured."""
+    found = {}
+    for folder in sorted((root / f"block{block}").glob("seed*")):
+        file = folder / name / f"measured_{which}.json"
+        if file.exists():
+            found[int(folder.name.removeprefix("seed"))] = json.loads(file.read_text())
+    return found
+
+
+def _counts(measured: dict[int, dict[str, Any]], label: str, seeds: list[int]) -> Counts:
+    committed, rounds = (
+        np.sum([measured[seed][label][name] for seed in seeds], axis=0, dtype=np.float64)
+        for name in ("committed", "rounds")
+    )
+    return committed, rounds
+
+
+def _lines(root: Path, block: int, which: str) -> list[dict[str, Any]]:
+    grid = arms(block)
+    everything = {name: _measured(root, block, name, which) for name in grid}
+    lines = []
+    for name, arm in grid.items():
+        measured = everything[name]
+        for label in sorted({label for m in measured.values() for label in m} - {"calibration"}):
+            seeds = [seed for seed, m in measured.items() if label in m]
+            line = {"arm": name, "about": arm.about, "setting": label, "seeds": seeds, "steps": arm.steps}
+            line["tau"] = _numbers(ratio_interval(*_counts(measured, label, seeds)))
+            line["against"] = _changes(everything, name, label)
+            if label == "one pass":
+                of_slots = [measured[seed]["calibration"] for seed in seeds if "calibration" in measured[seed]]
+                for key in ("acceptance", "error"):
+                    line[key] = np.mean([c[key] for c in of_slots], axis=0).round(4).tolist() if of_slots else []
+            lines.append(line)
+    return lines
+
+
+def _changes(everything: dict[str, dict[int, dict[str, Any]]], name: str, label: str) -> dict[str, Any]:
+    """Change of tau in per cent: against each control in the same setting, and against the arm's own one pass."""
+    others = [(control, label) for control in CONTROLS if control != name]
+    if label != "one pass":
+        others.append((name, "one pass"))
+    if name.startswith("deep_"):
+        others = [
+            (f"deep_{other}", label) if not other.startswith("deep_") else (other, label) for other, label in others
+        ]
+    changes = {}
+    for other, other_label in others:
+        ours, theirs = everything[name], everything.get(other, {})
+        seeds = [seed for seed in ours if label in ours[seed] and other_label in theirs.get(seed, {})]
+        if seeds:
+            pair = (*_counts(ours, label, seeds), *_counts(theirs, other_label, seeds))
+            each = [(*_counts(ours, label, [s]), *_counts(theirs, other_label, [s])) for s in seeds]
+            key = other if other != name else "own one pass"
+            changes[key] = {
+                "change": _numbers(paired_ratio_change(*pair)),
+                "by_seed": [round(paired_ratio_change(*one).value, 2) for one in each],
+            }
+    return changes
+
+
+def _numbers(interval: Interval) -> list[float]:
+    return [round(float(x), 3) for x in (interval.value, interval.low, interval.high)]
+
+
+def _print(title: str, lines: list[dict[str, Any]]) -> None:
+    print(f"\n{title}\n\n| arm | setting | seeds | tau | change, % | slots 1.. |\n|---|---|---|---|---|---|")
+    for line in lines:
+        changes = "; ".join(
+            "{} {:+.1f} [{:+.1f}, {:+.1f}]".format(other, *found["change"]) for other, found in line["against"].items()
+        )
+        slots = " ".join(f"{x:.3f}".lstrip("0") for x in line.get("acceptance", []))
+        tau = "{:.3f} [{:.3f}, {:.3f}]".format(*line["tau"])
+        print(f"| {line['arm']} | {line['setting']} | {len(line['seeds'])} | {tau} | {changes} | {slots} |")

@@ -1,0 +1,83 @@
+"""The texts: what the tiny target writes greedily, without the answers that end in a loop.
+
+A weak model's greedy text often repeats itself, and a loop is drafted by anything; so prompts whose answer ends in one
+are left out, of training and of held-out prompts alike. Which prompts these are depends on the target only.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from dstill_jax.data.dataset import ConversationDataset
+from dstill_jax.data.generate import prepare
+from dstill_jax.data.prepare_config import PrepareConfig
+from dstill_jax.data.prompts import PromptSource
+from dstill_jax.weights.embedded import fetch
+from grid import NEW_TOKENS, PROMPT_TOKENS, TAPS
+
+_TAIL, _LONGEST_PERIOD = 32, 16
+CHOOSING = 160  # held-out prompts for choosing among arms; the others are opened once, for the last table
+
+
+def is_loop(tokens: np.ndarray) -> bool:
+    """Whether the last 32 tokens repeat with a period of at most 16."""
+    tail = tokens[-_TAIL:]
+    return any((tail[p:] == tail[:-p]).all() for p in range(1, _LONGEST_PERIOD + 1))
+
+
+def make_texts(root: Path) -> tuple[str, Path, Path]:
+    """(target folder, training data with features, held-out data); what is there already is not made again."""
+    target = fetch("tiny", report=print)
+    folders = {}
+    for split in ("train", "heldout"):
+        prompts = target / f"prompts_{split}.jsonl"
+        everything = root / f"{split}_all"
+        _generate(str(target), prompts, everything, features=False)
+        kept = root / f"prompts_{split}.jsonl"
+        if not kept.exists():
+            kept.write_text("".join(_without_loops(prompts, ConversationDataset(everything))), encoding="utf-8")
+        folders[split] = root / split
+        _generate(str(target), kept, folders[split], features=True)
+    return str(target), folders["train"], folders["heldout"]
+
+
+def _generate(target: str, prompts: Path, out: Path, *, features: bool) -> None:
+    prepare(
+        PrepareConfig(
+            target=target,
+            source=PromptSource(str(prompts)),
+            out=str(out),
+            max_prompt_tokens=PROMPT_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            batch_size=64,
+            record_features=features,
+            tap_ids=TAPS if features else (),
+        )
+    )
+
+
+def _without_loops(prompts: Path, answers: ConversationDataset) -> list[str]:
+    """Lines of `prompts` whose answer does not end in a loop; both in the same order, one row each."""
+    lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
+    if len(lines) != len(answers):
+        raise SystemExit(f"{prompts} has {len(lines)} prompts, its answers {len(answers)}: delete the answers' folder")
+    rows = (answers[i] for i in range(len(answers)))
+    return [line for line, row in zip(lines, rows, strict=True) if not is_loop(row.tokens[row.loss_mask])]
+
+
+def rows_of(dataset: ConversationDataset, which: str) -> range:
+    """Held-out rows for "choosing" among arms, or those for the "final" table, which no choice has seen."""
+    return range(CHOOSING) if which == "choosing" else range(CHOOSING, len(dataset))
+
+
+def held_out(dataset: ConversationDataset, which: str) -> list[tuple[list[int], list[int]]]:
+    """(prompt, greedy answer) of those rows."""
+    found = []
+    for row in (dataset[i] for i in rows_of(dataset, which)):
+        start = int(np.argmax(row.loss_mask))
+        found.append((row.tokens[:start].tolist(), row.tokens[start:].tolist()))
+    return found
+
+
+def count(path: Path) -> dict[str, int]:
+    """How many prompts were kept, for the results file."""
+    return {split: len((path / f"prompts_{split}.jsonl").read_text().splitlines()) for split in ("train", "heldout")}
