@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grid import NEW_TOKENS, PROMPT_TOKENS
+from texts import rows_of
+
 from dstill_jax.blocks import accepted_prefix, mask_tokens
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.distill import conditioning
@@ -17,8 +20,6 @@ from dstill_jax.distill.conditioning import Frozen, Task
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
-from grid import NEW_TOKENS, PROMPT_TOKENS
-from texts import rows_of
 
 _BINS = 15
 

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 from calibration import calibrate
+from grid import NEW_TOKENS, PROMPT_TOKENS, Arm, arms, run_config
+from texts import held_out
+
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.decoding.session import Request, Session
 from dstill_jax.locks import only_one
 from dstill_jax.models.target import Target
 from dstill_jax.runs import run_stage
 from dstill_jax.weights.load import load_drafter, load_target
-from grid import NEW_TOKENS, PROMPT_TOKENS, Arm, arms, run_config
-from texts import held_out
 
 BATCH = 64
 _TREES = (16, 64)

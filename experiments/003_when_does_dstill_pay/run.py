@@ -67,7 +67,9 @@ def _log(root: Path, cell: tuple[int, int, str]) -> Path:
 
 
 def _start(root: Path, target: str, cell: tuple[int, int, str], final: bool) -> subprocess.Popen:
-    code = f"from cell import run_cell; from pathlib import Path; run_cell(Path({str(root)!r}), {target!r}, *{cell!r}, final={final})"
+    block, seed, name = cell
+    call = f"run_cell(Path({str(root)!r}), {target!r}, {block}, {seed}, {name!r}, final={final})"
+    code = f"from pathlib import Path; from cell import run_cell; {call}"
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"XLA_FLAGS": ONE_THREAD, "PYTHONPATH": path}
     log = _log(root, cell)

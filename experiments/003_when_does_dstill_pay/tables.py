@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 from grid import STEP_COST, arms
 from texts import count
+
+from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 
 CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute")
 _SETS = ("choosing", "final")

@@ -7,12 +7,13 @@ are left out, of training and of held-out prompts alike. Which prompts these are
 from pathlib import Path
 
 import numpy as np
+from grid import NEW_TOKENS, PROMPT_TOKENS, TAPS
+
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.prepare_config import PrepareConfig
 from dstill_jax.data.prompts import PromptSource
 from dstill_jax.weights.embedded import fetch
-from grid import NEW_TOKENS, PROMPT_TOKENS, TAPS
 
 _TAIL, _LONGEST_PERIOD = 32, 16
 CHOOSING = 160  # held-out prompts for choosing among arms; the others are opened once, for the last table
