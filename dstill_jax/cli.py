@@ -126,6 +126,7 @@ def _prepare(commands) -> None:
     sub.add_argument("--limit", type=int, help="rows to take")
     sub.add_argument("--max-prompt-tokens", type=int, default=1024)
     sub.add_argument("--max-new-tokens", type=int, default=512)
+    sub.add_argument("--answers-per-prompt", type=int, default=1, help="sampled answers of each prompt")
     _sampling(sub)
     sub.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     sub.add_argument("--batch-size", type=int, default=32, help="answers generated at once in each worker")

@@ -40,6 +40,7 @@ def run_prepare(args: argparse.Namespace) -> None:
             limit=args.limit,
             max_prompt_tokens=args.max_prompt_tokens,
             max_new_tokens=args.max_new_tokens,
+            answers_per_prompt=args.answers_per_prompt,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,

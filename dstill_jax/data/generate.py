@@ -11,6 +11,7 @@ of the prompts, in a folder that all of them see, and the first puts the dataset
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -60,7 +61,7 @@ class PrepareSummary:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rows that are kept, with their prompts as tokens."""
+    """Rows that are kept, each as often as it is to be answered, with their prompts as tokens."""
 
     rows: list[PromptRow]
     prompts: list[list[int]]
@@ -157,6 +158,7 @@ def _manifest(
         "target_dtype": config.dtype,
         "max_prompt_tokens": config.max_prompt_tokens,
         "max_new_tokens": config.max_new_tokens,
+        "answers_per_prompt": config.answers_per_prompt,
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
@@ -198,6 +200,9 @@ def _make_plan(
         raise UserError(
             f"all {len(rows)} prompts are longer than max_prompt_tokens={config.max_prompt_tokens}; raise it"
         )
+    # All first answers come first: asking for more of them later changes none of those.
+    numbered = [dataclasses.replace(row, id=f"{row.id}#{n}") for n in range(config.answers_per_prompt) for row in kept]
+    kept, prompts = numbered if config.answers_per_prompt > 1 else kept, prompts * config.answers_per_prompt
     shared = os.path.commonprefix(prompts)[: min(map(len, prompts)) - 1]
     return _Plan(kept, prompts, skipped, template, tuple(stop_ids), max(map(len, prompts)), shared)
 

@@ -20,6 +20,7 @@ class PrepareConfig:
     limit: int | None = None  # rows to take after that; None = all
     max_prompt_tokens: int = 1024  # longer prompts are skipped and counted
     max_new_tokens: int = 512  # of each answer, the end-of-turn token included
+    answers_per_prompt: int = 1  # several differ by their noise only, so they need a temperature
     temperature: float = 0.0  # 0 = greedy
     top_k: int | None = None
     top_p: float | None = None
@@ -32,13 +33,18 @@ class PrepareConfig:
     tap_ids: tuple[int, ...] = ()  # target layers to store
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_new_tokens", "batch_size", "workers"):
+        for name in ("max_prompt_tokens", "max_new_tokens", "answers_per_prompt", "batch_size", "workers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.start < 0 or (self.limit is not None and self.limit < 1):
             raise UserError(f"start={self.start} must not be negative and limit={self.limit} must be at least 1")
         if not self.temperature >= 0:
             raise UserError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if self.answers_per_prompt > 1 and (self.temperature == 0 or self.source.conversations):
+            raise UserError(
+                f"answers_per_prompt={self.answers_per_prompt} needs answers that are sampled: set a temperature above 0,"
+                " and prompts instead of finished conversations"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -203,6 +203,7 @@ def test_finished_conversations_become_a_dataset_without_a_target_s_answers(tmp_
 BAD = {
     "max_prompt_tokens": {"max_prompt_tokens": 0},
     "max_new_tokens": {"max_new_tokens": 0},
+    "answers_per_prompt": {"answers_per_prompt": 2, "temperature": 0.0},
     "batch_size": {"batch_size": 0},
     "workers": {"workers": 0},
     "start": {"start": -1},

@@ -1,5 +1,6 @@
 """Preparing a dataset with a real (tiny) JAX target, in this process and in two worker processes."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -81,6 +82,21 @@ def test_every_answer_and_feature_is_that_of_its_row_alone(tmp_path, target_fold
     summary = prepare(config, show_progress=False)
     assert summary.rows == 6 and summary.tokens_per_second > 0
     check_against_plain_forward(config, greedy=temperature == 0)
+
+
+def test_further_answers_of_a_prompt_are_other_draws_and_leave_the_first_as_it_was(tmp_path, target_folder):
+    datasets = []
+    for n in (1, 3):
+        config = make_config(tmp_path, target_folder, f"of{n}", answers_per_prompt=n, temperature=1.0)
+        prepare(dataclasses.replace(config, record_features=False, tap_ids=()), show_progress=False)
+        datasets.append(ConversationDataset(config.out))
+    one, three = ([(d[i].source_id, d[i].tokens.tolist()) for i in range(len(d))] for d in datasets)
+    prompts = len(one)
+    assert [tokens for _, tokens in three[:prompts]] == [tokens for _, tokens in one]
+    assert [name for name, _ in three] == [f"{name}#{n}" for n in range(3) for name, _ in one]
+    for i in range(prompts):
+        answers = {tuple(three[i + n * prompts][1]) for n in range(3)}
+        assert len(answers) == 3, "ten tokens at temperature 1 do not come out alike"
 
 
 @pytest.mark.slow
