@@ -104,7 +104,7 @@ def _command(commands, name: str, help_: str) -> argparse.ArgumentParser:
 
 
 def _fetch(commands) -> None:
-    sub = _command(commands, "fetch", "get the embedded models and prompts: smollm2, gsm8k, humaneval, tiny")
+    sub = _command(commands, "fetch", "get the embedded models and prompts: smollm2, gsm8k, humaneval, aime, tiny")
     sub.add_argument("names", nargs="+", metavar="NAME")
 
 
@@ -114,7 +114,9 @@ def _prepare(commands) -> None:
     )
     sub.add_argument("--target", required=True, help="Hugging Face folder, hub id, or an embedded name")
     sub.add_argument(
-        "--prompts", required=True, help="JSONL of `prompt` or `messages`, a TFDS folder, tfds:NAME, gsm8k, humaneval"
+        "--prompts",
+        required=True,
+        help="JSONL of `prompt` or `messages`, a TFDS folder, tfds:NAME, gsm8k, humaneval, aime",
     )
     sub.add_argument("--out", required=True, help="folder of the dataset")
     sub.add_argument(
@@ -164,7 +166,7 @@ def _generate(commands) -> None:
 def _eval(commands) -> None:
     sub = _command(commands, "eval", "measure acceptance length and speed-up against autoregressive decoding")
     _pair(sub)
-    sub.add_argument("--prompts", required=True, help="JSONL, gsm8k (held-out rows only) or humaneval")
+    sub.add_argument("--prompts", required=True, help="JSONL, gsm8k (held-out rows only), humaneval or aime")
     sub.add_argument("--limit", type=int, default=64, help="prompts to take")
     sub.add_argument("--timed", type=int, default=8, help="prompts decoded one at a time, for the speeds")
     sub.add_argument("--raw", action="store_true", help="no chat template")

@@ -249,9 +249,9 @@ def resolve_target(name: str) -> str:
 
 
 def resolve_prompts(name: str) -> str:
-    from dstill_jax.weights.embedded import fetch
+    from dstill_jax.weights.embedded import EMBEDDED_PROMPTS, fetch
 
-    return str(fetch(name, report=_say)) if name in ("gsm8k", "humaneval") and not Path(name).exists() else name
+    return str(fetch(name, report=_say)) if name in EMBEDDED_PROMPTS and not Path(name).exists() else name
 
 
 def training_prompts(name: str) -> str:

