@@ -153,12 +153,14 @@ def _manifest(
     }
     if config.source.conversations:
         return {**inputs, "supervise": config.template.supervise}
+    # Left out where it is 1: that is what datasets are that know nothing of it.
+    several = {} if config.answers_per_prompt == 1 else {"answers_per_prompt": config.answers_per_prompt}
     return {
         **inputs,
+        **several,
         "target_dtype": config.dtype,
         "max_prompt_tokens": config.max_prompt_tokens,
         "max_new_tokens": config.max_new_tokens,
-        "answers_per_prompt": config.answers_per_prompt,
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
