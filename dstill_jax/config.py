@@ -71,6 +71,12 @@ class TargetConfig:
     def __post_init__(self) -> None:
         _require_heads(self)
         _require_positive(self, "rms_norm_eps", "max_position_embeddings")
+        for name, ids in (("bos_token_id", (self.bos_token_id,)), ("eos_token_ids", self.eos_token_ids)):
+            for i in ids:
+                if i is not None and not 0 <= i < self.vocab_size:
+                    raise UserError(
+                        f"{name} has {i}, outside the vocabulary of {self.vocab_size} tokens; mend the config"
+                    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Called by `hf_config` only. Every error names the field, the value found and what to do.
 """
 
+import math
 from typing import Any, NoReturn
 
 from dstill_jax.config import Llama3RopeScaling, RopeConfig
@@ -33,8 +34,8 @@ def require_number(config: dict, key: str, where: str = "") -> float:
     value = config.get(key)
     if value is None:
         raise UserError(f"{where}{key} is missing; add it to the config, it has no default")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"{where}{key}={value!r} must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UserError(f"{where}{key}={value!r} must be a finite number")
     return float(value)
 
 

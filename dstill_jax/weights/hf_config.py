@@ -71,12 +71,17 @@ _OTHER_LAYOUTS = {
 # --- targets --------------------------------------------------------------------------------------------------------
 
 
-def parse_target_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> TargetConfig:
+def generation_eos_token_ids(generation_config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text ids that `generation_config.json` names. Raises UserError for anything but token ids."""
+    return token_ids(generation_config, "eos_token_id")
+
+
+def parse_target_config(config: dict[str, Any], more_eos_token_ids: tuple[int, ...] = ()) -> TargetConfig:
     """The target that a Qwen3 or Llama-3.x `config.json` describes, exactly.
 
     Args:
       config: the file's object; old and new spellings of the rotary settings are understood.
-      generation_config: the object of `generation_config.json`; its end-of-text ids are added to the config's.
+      more_eos_token_ids: end-of-text ids beside the config's, see `generation_eos_token_ids`.
 
     Raises:
       UserError: a field is missing, contradicts another, or asks for what this library does not implement.
@@ -92,7 +97,7 @@ def parse_target_config(config: dict[str, Any], generation_config: dict[str, Any
     num_layers, num_heads = require_int(config, "num_hidden_layers"), require_int(config, "num_attention_heads")
     refuse_windows(config, num_layers)
     hidden_size = require_int(config, "hidden_size")
-    eos = token_ids(config, "eos_token_id") + token_ids(generation_config or {}, "eos_token_id")
+    eos = token_ids(config, "eos_token_id") + more_eos_token_ids
     return TargetConfig(
         family=family,
         vocab_size=require_int(config, "vocab_size"),

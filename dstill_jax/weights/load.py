@@ -25,6 +25,7 @@ from dstill_jax.weights.folders import read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
     check_drafter_matches,
     drafter_config_dict,
+    generation_eos_token_ids,
     parse_drafter_config,
     parse_target_config,
     target_config_dict,
@@ -97,9 +98,10 @@ def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
 def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
     folder = resolve_folder(path_or_hub_id)
     generation_file = folder / "generation_config.json"
+    with _blaming(generation_file):
+        more = generation_eos_token_ids(read_json(generation_file)) if generation_file.exists() else ()
     with _blaming(folder / CONFIG_FILE):
-        generation = read_json(generation_file) if generation_file.exists() else None
-        config = parse_target_config(read_json(folder / CONFIG_FILE), generation)
+        config = parse_target_config(read_json(folder / CONFIG_FILE), more)
     files = open_weights(folder)
     fingerprint = files.fingerprint((folder / CONFIG_FILE).read_bytes())
     return Target(config, {}, str(folder), fingerprint), files

@@ -8,7 +8,7 @@ import pytest
 
 from dstill_jax.config import Llama3RopeScaling, RopeConfig, TargetConfig
 from dstill_jax.errors import UserError
-from dstill_jax.weights.hf_config import parse_target_config, target_config_dict
+from dstill_jax.weights.hf_config import generation_eos_token_ids, parse_target_config, target_config_dict
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 LLAMA3 = {
@@ -68,7 +68,7 @@ def test_llama_derives_missing_head_sizes_as_its_family_does() -> None:
 @pytest.mark.parametrize("case", ["qwen3_tiny", "llama_tied"])
 @pytest.mark.parametrize("eos", [7, [7, 9]])
 def test_end_of_text_ids_are_merged_with_the_generation_config(case: str, eos: Any) -> None:
-    config = parse_target_config(read(case) | {"eos_token_id": eos}, {"eos_token_id": [9, 2]})
+    config = parse_target_config(read(case) | {"eos_token_id": eos}, generation_eos_token_ids({"eos_token_id": [9, 2]}))
     assert config.eos_token_ids == (7, 9, 2)
 
 
@@ -169,6 +169,9 @@ def test_rotary_settings_that_are_missing_contradictory_or_unknown_stop(fields: 
         ({"hidden_size": 48.5}, "hidden_size=48.5"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True"),
         ({"rms_norm_eps": ...}, "rms_norm_eps is missing"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf must be a finite number"),
+        ({"bos_token_id": 10**6}, "bos_token_id has 1000000, outside the vocabulary"),
+        ({"eos_token_id": [2, 10**6]}, "eos_token_ids has 1000000, outside the vocabulary"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
         ({"head_dim": ..., "hidden_size": 50}, "head_dim is missing"),
         ({"num_key_value_heads": 4}, "num_kv_heads=4"),

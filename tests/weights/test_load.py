@@ -192,6 +192,13 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         load_target(folder, dtype="int8")
 
 
+def test_a_damaged_generation_config_is_blamed_itself(tmp_path: Path) -> None:
+    folder = copy("llama_tied", "target", tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(UserError, match=r"generation_config\.json.*eos_token_id='end'"):
+        load_target(folder)
+
+
 def test_generation_config_adds_end_of_text_ids(tmp_path: Path) -> None:
     folder = copy("llama_tied", "target", tmp_path)
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
