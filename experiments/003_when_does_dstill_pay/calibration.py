@@ -32,7 +32,9 @@ def calibrate(target: Target, drafter: Drafter, dataset: ConversationDataset, wh
     draft = _drafting(target, drafter)
     walks, reached, right, sure = [], [], [], []
     for batch in _batches(dataset, which):
-        anchors, valid, scored, ok, confidence, run = (np.asarray(x)[0] for x in draft(drafter.params, batch))
+        anchors, valid, scored, ok, confidence, run = (
+            np.asarray(x)[0] for x in draft(drafter.params, target.params, batch)
+        )
         walks.append(_walk(dict(zip(anchors[valid].tolist(), run[valid].tolist(), strict=True)), batch["loss_mask"][0]))
         reached.append((scored[:, 1:] & (run[:, None] >= np.arange(scored.shape[1] - 1)))[valid])
         right.append(ok[valid, 1:])
@@ -45,10 +47,11 @@ def _drafting(target: Target, drafter: Drafter) -> Callable[..., Any]:
     task = Task(target.config, drafter.config, NEW_TOKENS)  # as many anchors as an answer can have
     taps = jnp.ones(drafter.config.num_taps * target.config.hidden_size)  # a finished drafter reads them unscaled
     head = target_lib.head_matrix(target.config, target.params)
-    frozen = Frozen(target.params["embed"]["embedding"], head, None, taps)
 
     @jax.jit
-    def draft(params: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
+    def draft(params: Any, target_params: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
+        # Features in float32, computed here as in decoding: stored ones are rounded, which turns a few near-ties.
+        frozen = Frozen(target_params["embed"]["embedding"], head, None, taps, target_params)
         data = conditioning.condition(task, frozen, batch, jax.random.key(0))
         blocks = data.blocks
         first = jnp.arange(drafter.config.block_size) == 0
@@ -65,7 +68,7 @@ def _batches(dataset: ConversationDataset, which: str) -> Iterator[dict[str, np.
     """Each answer as a batch of one row, all of one length."""
     length = PROMPT_TOKENS + NEW_TOKENS
     for i in rows_of(dataset, which):
-        row, features = dataset[i], dataset.features(i)
+        row = dataset[i]
         n = len(row.tokens)
         pad = length - n
         yield {
@@ -73,7 +76,6 @@ def _batches(dataset: ConversationDataset, which: str) -> Iterator[dict[str, np.
             "loss_mask": np.pad(row.loss_mask, (0, pad))[None],
             "document_ids": np.pad(np.ones(n, np.int32), (0, pad))[None],
             "positions": np.arange(length, dtype=np.int32)[None],
-            "features": np.pad(features, ((0, length - len(features)), (0, 0)))[None],
         }
 
 
