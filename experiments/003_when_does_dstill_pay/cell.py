@@ -92,7 +92,10 @@ def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: in
             simulated = done["calibration"].pop("simulated")
             decoded = [done["one pass"]["committed"], done["one pass"]["rounds"]]
             # Batches of another shape add in another order, which can turn a near-tie of two tokens here and there.
-            differ = sum(ours != theirs for ours, theirs in zip(zip(*simulated), zip(*decoded), strict=True))
+            differ = sum(
+                ours != theirs
+                for ours, theirs in zip(np.transpose(simulated).tolist(), np.transpose(decoded).tolist(), strict=True)
+            )
             if differ > len(prompts) // 50:
                 raise SystemExit(f"{path}: simulated acceptance differs from decoding for {differ} prompts")
             done["calibration"]["prompts_that_differ"] = differ
