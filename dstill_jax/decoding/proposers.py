@@ -4,6 +4,7 @@ autoregressive drafts nothing; lookup copies what followed the same n-gram earli
 once (DFlash, and a DStill student: the same graph) or several times (refinement).
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dstill_jax.blocks import Sight
-from dstill_jax.decoding.sampling import choose
+from dstill_jax.decoding.sampling import choose, perturb
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
+from dstill_jax.decoding.trees import DraftTree, build_tree, chain
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.layers import output_first
@@ -29,8 +31,8 @@ class Autoregressive:
 
     draft_tokens: int = 0
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
-        return jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+        return chain(jnp.zeros((state.tokens.shape[0], 0), jnp.int32))
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class PromptLookup:
     draft_tokens: int
     max_ngram: int = 3
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
         C = state.tokens.shape[1]
         ends = jnp.arange(C)  # candidate position of an n-gram's last token
         last = state.length[:, None] - 1
@@ -58,7 +60,7 @@ class PromptLookup:
         period = jnp.maximum(last - found[:, None], 1)
         overrun = jnp.maximum(slots - last, 0)
         slots = jnp.where(slots > last, last - period + 1 + (overrun - 1) % period, slots)
-        return jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1)
+        return chain(jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1))
 
 
 def _draft_logits(
@@ -74,6 +76,17 @@ def _draft_logits(
     return jnp.where(tokens == mask, -jnp.inf, logits), (tokens, spec.target.vocab_size)
 
 
+def _denoise(
+    spec: DecodeSpec, weights: Weights, state: DecodeState, tokens: Int[Array, "B 1 K"], slots: Int[Array, "B 1 R"]
+) -> Float[Array, "B 1 R D"]:
+    """One drafter pass over the block after the last committed token: what the head reads at some of its slots."""
+    assert spec.drafter is not None and weights.drafter is not None
+    anchor = state.length[:, None] - 1
+    positions = (anchor + jnp.arange(tokens.shape[-1]))[:, None]
+    x = target_lib.embed(weights.target, tokens)
+    return drafter_lib.denoise(spec.drafter, weights.drafter, x, positions, state.context, Sight(anchor), slots)
+
+
 @dataclass(frozen=True)
 class BlockDiffusion:
     """The drafter on one block after the last committed token: slot 0 is that token, W slots are masked."""
@@ -83,25 +96,15 @@ class BlockDiffusion:
     order: CommitOrder = "confidence"
     threshold: float = 0.9
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
-        config, params = spec.drafter, weights.drafter
-        assert config is not None and params is not None
-        K = self.draft_tokens + 1
-        anchor = state.length - 1
-        positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]
-        sight = Sight(anchor[:, None])
-
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+        assert spec.drafter is not None
         # One pass commits everything, and left to right asks nobody: only the other orders compare slots.
         ranked = self.passes > 1 and self.order != "left_to_right"
-
-        def hidden_fn(tokens: Array, slots: Array) -> Array:
-            x = target_lib.embed(weights.target, tokens)
-            return drafter_lib.denoise(config, params, x, positions, state.context, sight, slots)
 
         def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
             # The drafter draws with the noise the target will draw with: at a temperature, agreeing on the noise is
             # what lets a good draft be accepted; losslessness does not depend on it.
-            where = anchor[:, None] + slots[:, 0]
+            where = state.length[:, None] - 1 + slots[:, 0]
             logits, columns = _draft_logits(spec, weights, hidden[:, 0])
             drawn = choose(logits, state.keys, where, weights.draw, spec.greedy, spec.filtered, columns)
             if not ranked:
@@ -112,13 +115,35 @@ class BlockDiffusion:
             return drawn[:, None], sure[:, None]
 
         trajectory = refine(
-            hidden_fn,
+            functools.partial(_denoise, spec, weights, state),
             choose_fn,
             _last_token(state)[:, None],
-            K,
-            config.mask_token_id,
+            self.draft_tokens + 1,
+            spec.drafter.mask_token_id,
             self.passes,
             self.order if ranked else "left_to_right",
             self.threshold,
         )
-        return trajectory.tokens[:, 0, 1:]
+        return chain(trajectory.tokens[:, 0, 1:])
+
+
+@dataclass(frozen=True)
+class DiffusionTree:
+    """One drafter pass, and the likeliest prefixes of its independent slots as a tree (DDTree, arXiv 2604.12989)."""
+
+    draft_tokens: int
+    tree_budget: int
+    passes: int = 1
+
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+        assert spec.drafter is not None
+        B, W = state.length.shape[0], self.draft_tokens
+        tokens = jnp.full((B, 1, W + 1), spec.drafter.mask_token_id).at[:, 0, 0].set(_last_token(state))
+        slots = jnp.broadcast_to(jnp.arange(1, W + 1), (B, 1, W))
+        logits, columns = _draft_logits(spec, weights, _denoise(spec, weights, state, tokens, slots)[:, 0])
+        if not spec.greedy:
+            # As in a chain: the noise that the target will draw with says which tokens it is likely to draw.
+            where = state.length[:, None] - 1 + slots[:, 0]
+            logits = perturb(logits, state.keys, where, weights.draw, False, columns)
+        tree = build_tree(logits, self.tree_budget)
+        return tree if columns is None else tree._replace(tokens=columns[0][tree.tokens])

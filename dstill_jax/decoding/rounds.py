@@ -8,7 +8,9 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from dstill_jax.decoding.sampling import choose
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows, repeat_row
+from dstill_jax.decoding.trees import DraftTree, visibility, walk
 from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import kv_cache
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.target import TargetOutput
 
@@ -30,7 +32,7 @@ def _remember(
 ) -> DecodeState:
     """Stores what the target computed at `positions`: its cache, the drafter's context, recorded features.
 
-    Rows past the accepted prefix are written too: no mask admits them before a later round has overwritten them.
+    What lies past the accepted prefix is written too: no mask admits them before a later round has overwritten them.
     """
     context = state.context
     batch = jnp.arange(positions.shape[0])[:, None]
@@ -117,28 +119,43 @@ def prefill(
     return state._replace(tokens=state.tokens.at[rows, prompt_lengths].set(first[:, 0], mode="drop"))
 
 
-def verify_chain(
-    spec: DecodeSpec, weights: Weights, state: DecodeState, drafts: Int[Array, "B W"]
-) -> tuple[Int[Array, "B W+1"], Int[Array, "B"], TargetOutput, Int[Array, "B W+1"]]:
-    """One target pass over anchor and drafts.
+def verify(
+    spec: DecodeSpec, weights: Weights, state: DecodeState, tree: DraftTree
+) -> tuple[Int[Array, "B R"], Int[Array, "B"], TargetOutput, Int[Array, "B R"]]:
+    """One target pass over the anchor and the nodes of a tree, and the target's way along it.
 
-    Returns the target's own tokens at the W + 1 following positions, how many of them are committed before stop tokens
-    and limits (accepted drafts plus one), the pass's output and the positions computed.
+    Returns, for R = 1 + the depth a tree can have: the target's own tokens after the rows of that way; how many of them
+    are committed before stop tokens and limits (accepted nodes plus one); what the pass computed at those rows, kept in
+    the caches; and their positions.
     """
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    inputs = jnp.concatenate([anchor, drafts], axis=1)
+    inputs = jnp.concatenate([anchor, tree.tokens], axis=1)
+    longest = min(spec.proposer.draft_tokens, tree.tokens.shape[1])
     start = state.length - 1
-    positions = start[:, None] + jnp.arange(inputs.shape[1])
-    out = target_lib.forward(spec.target, weights.target, inputs, positions, state.cache, start, spec.tap_ids)
+    levels = jnp.pad(tree.depth, ((0, 0), (1, 0)))
+    positions = start[:, None] + jnp.arange(longest + 1)
+    out = target_lib.forward(
+        spec.target,
+        weights.target,
+        inputs,
+        start[:, None] + levels,
+        state.cache,
+        start,
+        spec.tap_ids,
+        visibility=visibility(tree),
+    )
     logits = target_lib.head(spec.target, weights.target, out.hidden)
-    chosen = _draw(spec, weights, logits, state.keys, positions + 1)
-    matches = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1)
-    return chosen, matches.sum(axis=1) + 1, out, positions
+    chosen = choose(logits, state.keys, positions + 1, weights.draw, spec.greedy, spec.filtered, levels=levels)
+    rows, accepted = walk(tree, chosen, longest)
+    hidden, taps = (jnp.take_along_axis(x, rows[..., None], axis=1) for x in (out.hidden, out.taps))
+    assert out.new_rows is not None
+    cache = kv_cache.append_rows(state.cache, out.new_rows, rows, start)
+    return jnp.take_along_axis(chosen, rows, axis=1), accepted + 1, TargetOutput(hidden, taps, cache), positions
 
 
 def _round(spec: DecodeSpec, weights: Weights, state: DecodeState) -> DecodeState:
-    drafts = spec.proposer.propose(spec, weights, state)
-    chosen, count, out, positions = verify_chain(spec, weights, state, drafts)
+    tree = spec.proposer.propose(spec, weights, state)
+    chosen, count, out, positions = verify(spec, weights, state, tree)
     # A stop token ends the row inside the block, before the length limit is looked at.
     stops = _is_stop(weights, chosen)
     first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), chosen.shape[1])

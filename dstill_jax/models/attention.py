@@ -1,4 +1,4 @@
-"""Attention arithmetic: plain functions on arrays, shared by the target and the drafter.
+"""Attention arithmetic: functions on arrays, shared by the target and the drafter.
 
 Keys are laid out [B, G, E, C] and values [B, G, C, E]: both products then read them along their last axis. On a CPU,
 scoring 48 single queries against 288 keys takes 0.3 ms this way and 1.7 ms with keys laid out like the values.
@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax.config import RopeConfig
+from dstill_jax.models.kv_cache import KVCache
+from dstill_jax.sharding.activations import active_mesh, local_shards
+from pallas_kernels.tree_attention import tree_attention
 
 _MASKED = -1e30  # finite, so that a row with nothing to attend stays finite
 
@@ -59,3 +62,23 @@ def grouped_attention(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(B, G, (H // G) * N, C)
     out = jnp.einsum("bgnc,bgce->bgne", weights, v)
     return out.reshape(B, G, H // G, N, E).transpose(0, 3, 1, 2, 4).reshape(B, N, H, E)
+
+
+def tree_attention_over_cache(
+    q: Float[Array, "B N H E"],
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    lengths: Int[Array, "B"],
+    k: Float[Array, "B N G E"],
+    v: Float[Array, "B N G E"],
+    visibility: Int[Array, "B N 128"],
+) -> Float[Array, "B N H E"]:
+    """`pallas_kernels.tree_attention` over one layer of the cache, each device on its own rows and heads."""
+    which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
+    arguments = (q, cache.keys[which][inner], cache.values[which][inner], lengths, k, v, visibility)
+    if active_mesh() is None:
+        return tree_attention(*arguments)
+    rows, context = ("batch", None, "heads", None), ("batch", "kv_heads", None, None)
+    new = ("batch", None, "kv_heads", None)
+    given = (rows, context, context, ("batch",), new, new, ("batch", None, None))
+    return local_shards(tree_attention, given, rows)(*arguments)
