@@ -1,7 +1,8 @@
-"""Proposers: what drafts the next W tokens. They may be as wrong as they like; verification decides.
+"""Proposers: what drafts the next W tokens, or a tree of them. They may be as wrong as they like; verification decides.
 
 autoregressive drafts nothing; lookup copies what followed the same n-gram earlier; block diffusion runs the drafter,
-once (DFlash, and a DStill student: the same graph) or several times (refinement).
+once (DFlash, and a DStill student: the same graph) or several times (refinement); a diffusion tree (DDTree) takes
+several tokens of a slot from one pass.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from dstill_jax.blocks import Sight
 from dstill_jax.decoding.sampling import choose, perturb
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
-from dstill_jax.decoding.trees import DraftTree, build_tree, chain
+from dstill_jax.decoding.trees import DraftTree, build_tree
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.layers import output_first
@@ -31,8 +32,8 @@ class Autoregressive:
 
     draft_tokens: int = 0
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
-        return chain(jnp.zeros((state.tokens.shape[0], 0), jnp.int32))
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
+        return jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PromptLookup:
     draft_tokens: int
     max_ngram: int = 3
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
         C = state.tokens.shape[1]
         ends = jnp.arange(C)  # candidate position of an n-gram's last token
         last = state.length[:, None] - 1
@@ -60,7 +61,7 @@ class PromptLookup:
         period = jnp.maximum(last - found[:, None], 1)
         overrun = jnp.maximum(slots - last, 0)
         slots = jnp.where(slots > last, last - period + 1 + (overrun - 1) % period, slots)
-        return chain(jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1))
+        return jnp.take_along_axis(state.tokens, jnp.clip(slots, 0, C - 1), axis=1)
 
 
 def _draft_logits(
@@ -96,7 +97,7 @@ class BlockDiffusion:
     order: CommitOrder = "confidence"
     threshold: float = 0.9
 
-    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
         assert spec.drafter is not None
         # One pass commits everything, and left to right asks nobody: only the other orders compare slots.
         ranked = self.passes > 1 and self.order != "left_to_right"
@@ -124,7 +125,7 @@ class BlockDiffusion:
             self.order if ranked else "left_to_right",
             self.threshold,
         )
-        return chain(trajectory.tokens[:, 0, 1:])
+        return trajectory.tokens[:, 0, 1:]
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,12 @@ class DecodeState(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Drafts a tree, or a chain, for every row. Implementations are frozen dataclasses: static, hashable."""
+    """Drafts a chain or a tree for every row. Implementations are frozen dataclasses: static, hashable."""
 
     @property
-    def draft_tokens(self) -> int: ...  # W: no node is deeper
+    def draft_tokens(self) -> int: ...  # W; no node of a tree is deeper
 
-    def propose(self, spec: "DecodeSpec", weights: Weights, state: DecodeState) -> DraftTree: ...
+    def propose(self, spec: "DecodeSpec", weights: Weights, state: DecodeState) -> Int[Array, "B W"] | DraftTree: ...
 
 
 @dataclass(frozen=True)
