@@ -3,6 +3,7 @@
 The root is the anchor, the last committed token; it is not among the nodes. A chain is a tree.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -65,6 +66,7 @@ def check_budget(budget: object) -> int:
     return int(budget)
 
 
+@functools.partial(jax.jit, static_argnames="budget")
 def _best_prefixes(logits: Float[Array, "W V"], budget: int) -> DraftTree:
     logits = logits.astype(jnp.float32)
     best, tokens = jax.lax.top_k(logits, min(budget, logits.shape[1]))

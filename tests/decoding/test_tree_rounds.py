@@ -71,7 +71,6 @@ def test_what_is_kept_of_a_tree_is_what_a_fresh_pass_over_the_text_computes(targ
 def test_simulated_acceptance_is_that_of_decoding(target, drafter, budget):
     """From the target's text alone: at each anchor the tree of the drafter's logits, and how far the text lies in it."""
     done = run(Session(target, drafter=drafter, method="ddtree", tree_budget=budget, **SHAPE), THREE)
-    build = jax.jit(build_tree, static_argnames="budget")
     mask = drafter.config.mask_token_id
     for request in THREE:
         text = [*request.tokens, *decode(target, request)]
@@ -80,7 +79,7 @@ def test_simulated_acceptance_is_that_of_decoding(target, drafter, budget):
             block = [text[at], *[mask] * (drafter.config.block_size - 1)]
             logits = block_logits(target, drafter.config, drafter.params, text, at, block, width=64)[1:]
             logits[:, mask] = -np.inf
-            tree = build(logits.astype(np.float32), budget)
+            tree = build_tree(logits.astype(np.float32), budget)
             most = min(accepted_in_tree(tree.tokens, tree.parents, tree.valid, text[at + 1 :]) + 1, len(text) - at - 1)
             simulated.append(most)
             at += most

@@ -21,7 +21,6 @@ from pallas_kernels.tree_attention import unpack_words
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SHAPES = [(1, 4, 9), (2, 7, 5), (3, 5, 12), (5, 3, 40), (4, 9, 1)]  # slots, vocabulary, budget
-build = jax.jit(build_tree, static_argnames="budget")
 
 
 def by_heap(logits, budget: int) -> list[tuple[int, ...]]:
@@ -59,7 +58,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 def test_the_tree_is_that_of_the_heap(seed, shape, spread):
     slots, vocabulary, budget = shape
     logits = (np.random.default_rng(seed).normal(size=(slots, vocabulary)) * spread).astype(np.float32)
-    assert paths(build(logits, budget)) == by_heap(logits, budget)
+    assert paths(build_tree(logits, budget)) == by_heap(logits, budget)
 
 
 @given(st.integers(0, 10**6), st.sampled_from(SHAPES))
@@ -71,12 +70,12 @@ def test_no_set_of_prefixes_outweighs_the_tree(seed, shape):
     tokens = range(vocabulary)
     every = [p for d in range(1, slots + 1) for p in itertools.product(tokens, repeat=d)]
     weights = {p: sum(scores[d, token] for d, token in enumerate(p)) for p in every}
-    tree = build(logits, budget)
+    tree = build_tree(logits, budget)
     found = paths(tree)
     assert len(set(found)) == len(found) == min(budget, len(every))
     best = sorted(weights.values(), reverse=True)[: len(found)]
     np.testing.assert_allclose([weights[p] for p in found], best, atol=1e-5)  # float32 sums of at most five terms
-    again = build(np.stack([logits, logits[::-1]]), budget)
+    again = build_tree(np.stack([logits, logits[::-1]]), budget)
     assert all(np.array_equal(a[0], b) for a, b in zip(again, tree, strict=True))  # rows of a batch are apart
 
 
@@ -85,7 +84,7 @@ def test_no_set_of_prefixes_outweighs_the_tree(seed, shape):
 def test_a_larger_tree_begins_with_the_smaller_and_no_chain_is_better(seed):
     """Hence a round from the same text accepts at least as much with more nodes, whatever the target writes."""
     logits = np.random.default_rng(seed).normal(size=(4, 9)).astype(np.float32) * 2
-    trees = [build(logits, budget) for budget in (1, 4, 16)]
+    trees = [build_tree(logits, budget) for budget in (1, 4, 16)]
     for small, large in itertools.pairwise(trees):
         count = small.tokens.shape[0]
         assert all(np.array_equal(a, b[:count]) for a, b in zip(small, large, strict=True))
@@ -101,12 +100,12 @@ def test_a_larger_tree_begins_with_the_smaller_and_no_chain_is_better(seed):
 def test_excluded_tokens_missing_prefixes_and_numbers_that_are_none():
     logits = np.full((2, 4), -np.inf, np.float32)
     logits[0, [0, 3]], logits[1, 0] = [1.0, 0.0], 5.0
-    tree = build(logits, 9)
+    tree = build_tree(logits, 9)
     assert tree.tokens.shape == (9,) and paths(tree) == [(0,), (0, 0), (3,), (3, 0)]  # id 0 is a token like others
     assert not np.asarray(tree.valid)[4:].any()
     for nothing in (np.full((2, 4), -np.inf), np.full((2, 4), np.nan)):
-        assert not np.asarray(build(nothing.astype(np.float32), 9).valid).any()
-    one = build(np.zeros((3, 1), np.float32), 5)  # certain tokens weigh exactly 1, and so do their beginnings
+        assert not np.asarray(build_tree(nothing.astype(np.float32), 9).valid).any()
+    one = build_tree(np.zeros((3, 1), np.float32), 5)  # certain tokens weigh exactly 1, and so do their beginnings
     assert paths(one) == [(0,), (0, 0), (0, 0, 0)]
 
 
