@@ -84,11 +84,19 @@ def tree_attention_over_cache(
     visibility: Int[Array, "B N 128"],
 ) -> Float[Array, "B N H E"]:
     """`pallas_kernels.tree_attention` over one layer of the cache, each device on its own rows and heads."""
-    which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
-    arguments = (q, cache.keys[which][inner], cache.values[which][inner], lengths, k, v, visibility)
+    stacked = len(cache.keys) == 1
+    which = 0 if stacked else layer
+
+    def local(q: Array, keys: Array, values: Array, *rest: Array) -> Array:
+        # Layers are rows of the context, so that none has to be sliced out of a stacked cache, which would copy it.
+        first_row = jnp.asarray(layer * q.shape[0], jnp.int32) if stacked else None
+        keys, values = (x.reshape(-1, *x.shape[2:]) for x in (keys, values))
+        return tree_attention(q, keys, values, *rest, first_row=first_row)
+
+    arguments = (q, cache.keys[which], cache.values[which], lengths, k, v, visibility)
     if active_mesh() is None:
-        return tree_attention(*arguments)
-    rows, context = ("batch", None, "heads", None), ("batch", "kv_heads", None, None)
+        return local(*arguments)
+    rows, context = ("batch", None, "heads", None), (None, "batch", "kv_heads", None, None)
     new = ("batch", None, "kv_heads", None)
     given = (rows, context, context, ("batch",), new, new, ("batch", None, None))
-    return local_shards(tree_attention, given, rows)(*arguments)
+    return local_shards(local, given, rows)(*arguments)
