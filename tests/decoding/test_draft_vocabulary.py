@@ -33,7 +33,7 @@ def test_drafts_are_of_the_vocabulary_and_the_text_is_that_of_plain_decoding(
     assert [done[i].tokens for i in range(3)] == [decode(target, r, NEW, temperature) for r in REQUESTS[:3]]
 
 
-@pytest.mark.parametrize("method, options", METHODS)
+@pytest.mark.parametrize("method, options", [*METHODS[:2], pytest.param(*METHODS[2], marks=pytest.mark.slow)])
 def test_the_whole_vocabulary_drafts_what_no_vocabulary_drafts(target, drafter, method, options):
     sampling = SamplingConfig(0.9)
     every = dataclasses.replace(drafter, vocabulary=tuple(range(37)))

@@ -17,11 +17,14 @@ BUDGETS = (4, 16, 40)
 REST = [("qwen3_tiny", False), ("llama_tied", True)]
 
 
+FAST = [("qwen3_tiny", True, (16,)), ("llama_tied", False, (16,))]
+
+
 @pytest.mark.parametrize(
-    "name, scan_layers",
-    [("qwen3_tiny", True), ("llama_tied", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
+    "name, scan_layers, budgets",
+    [*FAST, *(pytest.param(*case, BUDGETS, marks=pytest.mark.slow) for case in REST)],
 )
-def test_tokens_and_acceptance_lengths_equal_the_reference(name, scan_layers):
+def test_tokens_and_acceptance_lengths_equal_the_reference(name, scan_layers, budgets):
     expected = np.load(REFERENCE / name / "expected.npz")
     target = load_target(REFERENCE / name / "target", scan_layers=scan_layers)
     drafter = load_drafter(REFERENCE / name / "draft", target)
@@ -29,7 +32,7 @@ def test_tokens_and_acceptance_lengths_equal_the_reference(name, scan_layers):
     text = expected["ar_generated"][0].tolist()[len(prompt) :]
     assert expected["generated"][0].tolist()[len(prompt) :] == text
     cases = {"acceptance_lengths": ("dflash", {})}
-    cases |= {f"tree{b}_acceptance_lengths": ("ddtree", {"tree_budget": b}) for b in BUDGETS}
+    cases |= {f"tree{b}_acceptance_lengths": ("ddtree", {"tree_budget": b}) for b in budgets}
     for key, (method, options) in cases.items():
         out = generate(target, [prompt], method, drafter, max_new_tokens=len(text), **options)
         assert out.tokens == [text]

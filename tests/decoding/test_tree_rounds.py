@@ -67,7 +67,7 @@ def test_what_is_kept_of_a_tree_is_what_a_fresh_pass_over_the_text_computes(targ
         np.testing.assert_allclose(state.features[row, :n], features, rtol=2e-3, atol=2e-3)  # kept as float16
 
 
-@pytest.mark.parametrize("budget", [1, 12])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 12])
 def test_simulated_acceptance_is_that_of_decoding(target, drafter, budget):
     """From the target's text alone: at each anchor the tree of the drafter's logits, and how far the text lies in it."""
     done = run(Session(target, drafter=drafter, method="ddtree", tree_budget=budget, **SHAPE), THREE)
