@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dstill_jax.decoding.generate import draft_logits as draft_logits
     from dstill_jax.decoding.generate import generate as generate
+    from dstill_jax.decoding.trees import DraftTree as DraftTree
+    from dstill_jax.decoding.trees import build_tree as build_tree
     from dstill_jax.errors import UserError as UserError
     from dstill_jax.weights.load import load_drafter as load_drafter
     from dstill_jax.weights.load import load_target as load_target
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "DraftTree": "dstill_jax.decoding.trees",
     "UserError": "dstill_jax.errors",
+    "build_tree": "dstill_jax.decoding.trees",
     "draft_logits": "dstill_jax.decoding.generate",
     "generate": "dstill_jax.decoding.generate",
     "load_drafter": "dstill_jax.weights.load",
@@ -27,8 +31,10 @@ _HOME = {
 }
 
 __all__ = [
+    "DraftTree",
     "UserError",
     "__version__",
+    "build_tree",
     "draft_logits",
     "generate",
     "load_drafter",

@@ -154,7 +154,7 @@ def _generate(commands) -> None:
     sub.add_argument("prompt", help="the text, or - for standard input")
     sub.add_argument("--raw", action="store_true", help="no chat template: continue the text itself")
     sub.add_argument(
-        "--method", default=None, help="autoregressive, lookup, dflash or refine; default: dflash with a drafter"
+        "--method", help="autoregressive, lookup, dflash, refine or ddtree; default: dflash with a drafter"
     )
     sub.add_argument("--max-new-tokens", type=int, default=256)
     sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
@@ -174,6 +174,9 @@ def _eval(commands) -> None:
     sub.add_argument("--drafted", type=int, nargs="+", help="drafted lengths to measure; default: 3 and block_size - 1")
     sub.add_argument(
         "--refine-passes", type=int, nargs="*", default=[], help="also measure refinement with these passes"
+    )
+    sub.add_argument(
+        "--tree-budget", type=int, nargs="*", default=[], metavar="NODES", help="also measure ddtree with these budgets"
     )
     _sampling(sub)
     sub.add_argument("--out", help="folder for results.json, figures and report.html")
@@ -236,6 +239,7 @@ def _method_options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--threshold", type=float, help="refine: confidence that commits a slot at once")
     sub.add_argument("--max-ngram", type=int, help="lookup: longest n-gram")
+    sub.add_argument("--tree-budget", type=int, metavar="NODES", help="ddtree: nodes of the tree, 1 to 1023")
 
 
 def _hosts(sub: argparse.ArgumentParser) -> None:

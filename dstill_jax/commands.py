@@ -92,7 +92,7 @@ def run_generate(args: argparse.Namespace) -> None:
     method = args.method or ("dflash" if drafter is not None else "autoregressive")
     options = {
         name: getattr(args, name)
-        for name in ("draft_tokens", "passes", "order", "threshold", "max_ngram")
+        for name in ("draft_tokens", "passes", "order", "threshold", "max_ngram", "tree_budget")
         if getattr(args, name) is not None
     }
     ids = render(target, [text], raw=args.raw, thinking=args.thinking)[0]
@@ -147,6 +147,9 @@ def run_eval(args: argparse.Namespace) -> None:
         arms += [
             Arm(f"refine {s} passes", "refine", drafter, "drafter", {"passes": s}, "left to right")
             for s in args.refine_passes
+        ]
+        arms += [
+            Arm(f"ddtree N={n}", "ddtree", drafter, "drafter", {"tree_budget": n}, "a tree") for n in args.tree_budget
         ]
     config = EvaluationConfig(
         args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed, timed_prompts=args.timed

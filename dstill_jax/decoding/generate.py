@@ -67,9 +67,10 @@ def generate(
     At a temperature, a prompt's draw depends on `seed` and on its place in the list.
 
     Args:
-      method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student) or "refine".
+      method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student), "refine" or "ddtree".
       stop_token_ids: None takes the target's own; an empty list never stops.
-      method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram.
+      method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram; for ddtree
+        tree_budget.
 
     Raises:
       UserError: names the argument, the value and what to do.

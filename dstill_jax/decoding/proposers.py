@@ -1,9 +1,11 @@
-"""Proposers: what drafts the next W tokens. They may be as wrong as they like; verification decides.
+"""Proposers: what drafts the next W tokens, or a tree of them. They may be as wrong as they like; verification decides.
 
 autoregressive drafts nothing; lookup copies what followed the same n-gram earlier; block diffusion runs the drafter,
-once (DFlash, and a DStill student: the same graph) or several times (refinement).
+once (DFlash, and a DStill student: the same graph) or several times (refinement); a diffusion tree (DDTree) takes
+several tokens of a slot from one pass.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -11,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dstill_jax.blocks import Sight
-from dstill_jax.decoding.sampling import choose
+from dstill_jax.decoding.sampling import choose, perturb
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights
+from dstill_jax.decoding.trees import DraftTree, build_tree
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.layers import output_first
@@ -74,6 +77,17 @@ def _draft_logits(
     return jnp.where(tokens == mask, -jnp.inf, logits), (tokens, spec.target.vocab_size)
 
 
+def _denoise(
+    spec: DecodeSpec, weights: Weights, state: DecodeState, tokens: Int[Array, "B 1 K"], slots: Int[Array, "B 1 R"]
+) -> Float[Array, "B 1 R D"]:
+    """One drafter pass over the block after the last committed token: what the head reads at some of its slots."""
+    assert spec.drafter is not None and weights.drafter is not None
+    anchor = state.length[:, None] - 1
+    positions = (anchor + jnp.arange(tokens.shape[-1]))[:, None]
+    x = target_lib.embed(weights.target, tokens)
+    return drafter_lib.denoise(spec.drafter, weights.drafter, x, positions, state.context, Sight(anchor), slots)
+
+
 @dataclass(frozen=True)
 class BlockDiffusion:
     """The drafter on one block after the last committed token: slot 0 is that token, W slots are masked."""
@@ -84,24 +98,14 @@ class BlockDiffusion:
     threshold: float = 0.9
 
     def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> Int[Array, "B W"]:
-        config, params = spec.drafter, weights.drafter
-        assert config is not None and params is not None
-        K = self.draft_tokens + 1
-        anchor = state.length - 1
-        positions = (anchor[:, None] + jnp.arange(K))[:, None]  # [B, 1, K]
-        sight = Sight(anchor[:, None])
-
+        assert spec.drafter is not None
         # One pass commits everything, and left to right asks nobody: only the other orders compare slots.
         ranked = self.passes > 1 and self.order != "left_to_right"
-
-        def hidden_fn(tokens: Array, slots: Array) -> Array:
-            x = target_lib.embed(weights.target, tokens)
-            return drafter_lib.denoise(config, params, x, positions, state.context, sight, slots)
 
         def choose_fn(hidden: Array, slots: Array) -> tuple[Array, Array]:
             # The drafter draws with the noise the target will draw with: at a temperature, agreeing on the noise is
             # what lets a good draft be accepted; losslessness does not depend on it.
-            where = anchor[:, None] + slots[:, 0]
+            where = state.length[:, None] - 1 + slots[:, 0]
             logits, columns = _draft_logits(spec, weights, hidden[:, 0])
             drawn = choose(logits, state.keys, where, weights.draw, spec.greedy, spec.filtered, columns)
             if not ranked:
@@ -112,13 +116,35 @@ class BlockDiffusion:
             return drawn[:, None], sure[:, None]
 
         trajectory = refine(
-            hidden_fn,
+            functools.partial(_denoise, spec, weights, state),
             choose_fn,
             _last_token(state)[:, None],
-            K,
-            config.mask_token_id,
+            self.draft_tokens + 1,
+            spec.drafter.mask_token_id,
             self.passes,
             self.order if ranked else "left_to_right",
             self.threshold,
         )
         return trajectory.tokens[:, 0, 1:]
+
+
+@dataclass(frozen=True)
+class DiffusionTree:
+    """One drafter pass, and the likeliest prefixes of its independent slots as a tree (DDTree, arXiv 2604.12989)."""
+
+    draft_tokens: int
+    tree_budget: int
+    passes: int = 1
+
+    def propose(self, spec: DecodeSpec, weights: Weights, state: DecodeState) -> DraftTree:
+        assert spec.drafter is not None
+        B, W = state.length.shape[0], self.draft_tokens
+        tokens = jnp.full((B, 1, W + 1), spec.drafter.mask_token_id).at[:, 0, 0].set(_last_token(state))
+        slots = jnp.broadcast_to(jnp.arange(1, W + 1), (B, 1, W))
+        logits, columns = _draft_logits(spec, weights, _denoise(spec, weights, state, tokens, slots)[:, 0])
+        if not spec.greedy:
+            # As in a chain: the noise that the target will draw with says which tokens it is likely to draw.
+            where = state.length[:, None] - 1 + slots[:, 0]
+            logits = perturb(logits, state.keys, where, weights.draw, False, columns)
+        tree = build_tree(logits, self.tree_budget)
+        return tree if columns is None else tree._replace(tokens=columns[0][tree.tokens])

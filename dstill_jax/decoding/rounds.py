@@ -8,13 +8,18 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from dstill_jax.decoding.sampling import choose
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows, repeat_row
+from dstill_jax.decoding.trees import DraftTree, chain, visibility, walk
 from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import kv_cache
 from dstill_jax.models import target as target_lib
+from dstill_jax.models.attention import tree_kernel_runs
 from dstill_jax.models.target import TargetOutput
 
 
-def _draw(spec: DecodeSpec, weights: Weights, logits: Array, keys: Array, positions: Array) -> Int[Array, "B N"]:
-    return choose(logits, keys, positions, weights.draw, spec.greedy, spec.filtered)
+def _draw(
+    spec: DecodeSpec, weights: Weights, logits: Array, keys: Array, positions: Array, levels: Array | None = None
+) -> Int[Array, "B N"]:
+    return choose(logits, keys, positions, weights.draw, spec.greedy, spec.filtered, levels=levels)
 
 
 def _is_stop(weights: Weights, tokens: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
@@ -30,7 +35,7 @@ def _remember(
 ) -> DecodeState:
     """Stores what the target computed at `positions`: its cache, the drafter's context, recorded features.
 
-    Rows past the accepted prefix are written too: no mask admits them before a later round has overwritten them.
+    What lies past the accepted prefix is written too: no mask admits them before a later round has overwritten them.
     """
     context = state.context
     batch = jnp.arange(positions.shape[0])[:, None]
@@ -117,28 +122,49 @@ def prefill(
     return state._replace(tokens=state.tokens.at[rows, prompt_lengths].set(first[:, 0], mode="drop"))
 
 
-def verify_chain(
-    spec: DecodeSpec, weights: Weights, state: DecodeState, drafts: Int[Array, "B W"]
-) -> tuple[Int[Array, "B W+1"], Int[Array, "B"], TargetOutput, Int[Array, "B W+1"]]:
-    """One target pass over anchor and drafts.
+def verify(
+    spec: DecodeSpec, weights: Weights, state: DecodeState, drafts: Int[Array, "B W"] | DraftTree
+) -> tuple[Int[Array, "B R"], Int[Array, "B"], TargetOutput, Int[Array, "B R"]]:
+    """One target pass over the anchor and what was drafted, and the target's way along it.
 
-    Returns the target's own tokens at the W + 1 following positions, how many of them are committed before stop tokens
-    and limits (accepted drafts plus one), the pass's output and the positions computed.
+    Returns, for R - 1 as many tokens as may be accepted: the target's own tokens after the rows of that way; how many
+    are committed before stop tokens and limits (accepted ones plus one); the pass's output at those rows, with the
+    cache that holds them; and their positions.
     """
+    branches = isinstance(drafts, DraftTree)
+    tree = drafts if branches else chain(drafts)
+    most = min(spec.proposer.draft_tokens, tree.tokens.shape[1])
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    inputs = jnp.concatenate([anchor, drafts], axis=1)
     start = state.length - 1
-    positions = start[:, None] + jnp.arange(inputs.shape[1])
-    out = target_lib.forward(spec.target, weights.target, inputs, positions, state.cache, start, spec.tap_ids)
+    positions = start[:, None] + jnp.arange(most + 1)
+    levels = jnp.pad(tree.depth, ((0, 0), (1, 0)))
+    out = target_lib.forward(
+        spec.target,
+        weights.target,
+        jnp.concatenate([anchor, tree.tokens], axis=1),
+        start[:, None] + levels,
+        state.cache,
+        start,
+        spec.tap_ids,
+        visibility=visibility(tree) if branches or tree_kernel_runs() else None,
+    )
     logits = target_lib.head(spec.target, weights.target, out.hidden)
-    chosen = _draw(spec, weights, logits, state.keys, positions + 1)
-    matches = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1)
-    return chosen, matches.sum(axis=1) + 1, out, positions
+    chosen = _draw(spec, weights, logits, state.keys, positions + 1, levels if branches else None)
+    if branches:
+        rows, accepted = walk(tree, chosen, most)
+        hidden, taps = (jnp.take_along_axis(x, rows[..., None], axis=1) for x in (out.hidden, out.taps))
+        chosen, out = jnp.take_along_axis(chosen, rows, axis=1), out._replace(hidden=hidden, taps=taps)
+    else:
+        rows = jnp.broadcast_to(jnp.arange(most + 1), chosen.shape)
+        accepted = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1).sum(axis=1)
+    if out.new_rows is not None:
+        out = out._replace(cache=kv_cache.append_rows(state.cache, out.new_rows, rows, start))
+    return chosen, accepted + 1, out, positions
 
 
 def _round(spec: DecodeSpec, weights: Weights, state: DecodeState) -> DecodeState:
     drafts = spec.proposer.propose(spec, weights, state)
-    chosen, count, out, positions = verify_chain(spec, weights, state, drafts)
+    chosen, count, out, positions = verify(spec, weights, state, drafts)
     # A stop token ends the row inside the block, before the length limit is looked at.
     stops = _is_stop(weights, chosen)
     first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), chosen.shape[1])

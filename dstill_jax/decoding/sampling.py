@@ -108,25 +108,41 @@ def first_argmax(scores: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
     return jnp.where(scores == scores.max(axis=0), index, scores.shape[0] - 1).min(axis=0)
 
 
+def perturb(
+    logits: Float[Array, "B N V|V'"],
+    keys: UInt32[Array, "B 2"],
+    positions: Int[Array, "B N|M"],
+    draw: Draw,
+    filtered: bool,
+    columns: tuple[Int[Array, "V'"], int] | None = None,
+    levels: Int[Array, "B N"] | None = None,
+) -> Float[Array, "B N V|V'"]:
+    """filter(logits) / temperature + the noise of each position: what a sampled token is the largest of; see `choose`."""
+    logits = logits / draw.temperature
+    if filtered:
+        logits = filter_logits(logits, draw)
+    noise = position_noise(keys, positions, logits.shape[-1] if columns is None else columns[1])
+    noise = noise if columns is None else noise[..., columns[0]]
+    return logits + (noise if levels is None else jnp.take_along_axis(noise, levels[..., None], axis=1))
+
+
 def choose(
     logits: Float[Array, "B N V|V'"],
     keys: UInt32[Array, "B 2"],
-    positions: Int[Array, "B N"],
+    positions: Int[Array, "B N|M"],
     draw: Draw,
     greedy: bool,
     filtered: bool,
     columns: tuple[Int[Array, "V'"], int] | None = None,
+    levels: Int[Array, "B N"] | None = None,
 ) -> Int[Array, "B N"]:
     """The token at each position. `greedy` and `filtered` are static: they decide what is computed at all.
 
     Args:
       columns: for logits of some tokens only, their ids and the size of the whole vocabulary, over which noise is drawn.
+      levels: row n stands at positions[b, levels[b, n]], as many nodes of a tree do: noise is drawn once a position.
     """
     if not greedy:
-        logits = logits / draw.temperature
-        if filtered:
-            logits = filter_logits(logits, draw)
-        noise = position_noise(keys, positions, logits.shape[-1] if columns is None else columns[1])
-        logits = logits + (noise if columns is None else noise[..., columns[0]])
+        logits = perturb(logits, keys, positions, draw, filtered, columns, levels)
     column = first_argmax(logits)
     return column if columns is None else columns[0][column]

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dstill_jax.decoding.proposers import Autoregressive, BlockDiffusion, PromptLookup
+from dstill_jax.decoding.proposers import Autoregressive, BlockDiffusion, DiffusionTree, PromptLookup
 from dstill_jax.decoding.rounds import decode_rounds, prefill
 from dstill_jax.decoding.sampling import Draw, SamplingConfig
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, DraftHead, Proposer, Weights, init_state
+from dstill_jax.decoding.trees import check_budget
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_lib
@@ -26,7 +27,7 @@ from dstill_jax.models.layers import store_output_first
 from dstill_jax.models.target import Target
 from dstill_jax.refinement import check_order
 
-METHODS = ("autoregressive", "lookup", "dflash", "refine")
+METHODS = ("autoregressive", "lookup", "dflash", "refine", "ddtree")
 _BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
 # Rows of one prefill pass: as many as it takes until arithmetic, not reading the weights, sets its time.
 _PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 2048, 96
@@ -69,7 +70,8 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
     """The proposer of a named method.
 
     Options: draft_tokens (W; default K - 1, lookup 7), and for refine passes (default K - 1), order, threshold;
-    for lookup max_ngram. An option that the method does not read is an error.
+    for lookup max_ngram; for ddtree tree_budget (nodes of the tree, 1..1023, default 16). An option that the method
+    does not read is an error.
     """
     if method not in METHODS:
         raise UserError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
@@ -78,6 +80,7 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
         "lookup": ("draft_tokens", "max_ngram"),
         "dflash": ("draft_tokens",),
         "refine": ("draft_tokens", "passes", "order", "threshold"),
+        "ddtree": ("draft_tokens", "tree_budget"),
     }[method]
     unread = sorted(set(options) - set(allowed))
     if unread:
@@ -101,6 +104,8 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
         raise UserError(f"draft_tokens={width} must be between 1 and block_size - 1 = {most} for this drafter")
     if method == "dflash":
         return BlockDiffusion(width)
+    if method == "ddtree":
+        return DiffusionTree(width, check_budget(options.get("tree_budget", 16)))
     passes = _whole("passes", options.get("passes", width))
     order = str(options.get("order", "left_to_right"))
     check_order(order, passes)
@@ -169,7 +174,7 @@ class Session:
     ) -> None:
         """`shared_prefix`: tokens with which every prompt begins, computed once for all of them."""
         proposer = make_proposer(method, drafter, **method_options)
-        if method not in ("dflash", "refine"):
+        if method in ("autoregressive", "lookup"):
             drafter = None
         if drafter is not None:
             check_pair(target, drafter)

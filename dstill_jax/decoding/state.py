@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.decoding.sampling import Draw, SamplingConfig
+from dstill_jax.decoding.trees import DraftTree
 from dstill_jax.dims import Params
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import ContextKV
@@ -54,12 +55,12 @@ class DecodeState(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Drafts W tokens for every row. Implementations are frozen dataclasses: static, hashable."""
+    """Drafts a chain or a tree for every row. Implementations are frozen dataclasses: static, hashable."""
 
     @property
-    def draft_tokens(self) -> int: ...  # W
+    def draft_tokens(self) -> int: ...  # W; no node of a tree is deeper
 
-    def propose(self, spec: "DecodeSpec", weights: Weights, state: DecodeState) -> Int[Array, "B W"]: ...
+    def propose(self, spec: "DecodeSpec", weights: Weights, state: DecodeState) -> Int[Array, "B W"] | DraftTree: ...
 
 
 @dataclass(frozen=True)

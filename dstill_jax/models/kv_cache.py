@@ -22,6 +22,13 @@ class KVCache(NamedTuple):
     values: tuple[Float[Array, "L B G C E"], ...]
 
 
+class NewRows(NamedTuple):
+    """Keys and values of N tokens that a pass has kept apart from the cache; tuples as in `KVCache`."""
+
+    keys: tuple[Float[Array, "L B N G E"], ...]
+    values: tuple[Float[Array, "L B N G E"], ...]
+
+
 def init_cache(
     num_layers: int,
     batch: int,
@@ -58,16 +65,7 @@ def write_layer(
     """
     which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
     old_k, old_v = cache.keys[which], cache.values[which]
-    k, v = k.astype(old_k.dtype), v.astype(old_v.dtype)
-    if k.shape[:2] == (1, 1):
-        # XLA turns the scatter of a single row into a write that it merges with the reads that follow, and then copies
-        # the cache in every step to keep both. Two rows stay a scatter, in place; nothing admits the second one.
-        k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
-    B, N = k.shape[:2]
-    batch, slots = jnp.arange(B)[:, None], start[:, None] + jnp.arange(N)
-    # Advanced indices apart from each other put [B, N] first: the new rows need no transpose.
-    keys = old_k.at[inner, batch, :, :, slots].set(k, mode="drop")
-    values = old_v.at[inner, batch, :, slots].set(v, mode="drop")
+    keys, values = _scatter((old_k, old_v), (k, v), inner, start)
 
     def put(arrays: tuple[Array, ...], updated: Array) -> tuple[Array, ...]:
         return (*arrays[:which], updated, *arrays[which + 1 :])
@@ -79,3 +77,34 @@ def chain_mask(start: Int[Array, "B"], num_new: int, capacity: int) -> Bool[Arra
     """New row n, written at slot start + n, may attend to slots up to and including its own."""
     rows = start[:, None] + jnp.arange(num_new)
     return jnp.arange(capacity) <= rows[..., None]
+
+
+def append_rows(cache: KVCache, new: NewRows, rows: Int[Array, "B R"], start: Int[Array, "B"]) -> KVCache:
+    """Writes R of the new rows, in the order of `rows`, at slots start .. start + R - 1 of every layer.
+
+    Slots past the capacity are dropped.
+    """
+
+    def put(old_k: Array, old_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        picked = (jnp.take_along_axis(x, rows[None, :, :, None, None], axis=2) for x in (k, v))
+        return _scatter((old_k, old_v), tuple(jnp.moveaxis(x, 0, 2) for x in picked), slice(None), start)
+
+    return KVCache(*zip(*map(put, cache.keys, cache.values, new.keys, new.values), strict=True))
+
+
+def _scatter(
+    old: tuple[Float[Array, "L B G E C"], Float[Array, "L B G C E"]],
+    new: tuple[Float[Array, "B N *L G E"], ...],
+    layers: int | Int[Array, ""] | slice,
+    start: Int[Array, "B"],
+) -> tuple[Array, Array]:
+    """Keys and values with N rows of one layer, or of all, replaced from slot `start` on."""
+    k, v = (x.astype(o.dtype) for x, o in zip(new, old, strict=True))
+    if k.shape[:2] == (1, 1):
+        # XLA turns the scatter of a single row into a write that it merges with the reads that follow, and then copies
+        # the cache in every step to keep both. Two rows stay a scatter, in place; nothing admits the second one.
+        k, v = (jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))) for x in (k, v))
+    batch, slots = jnp.arange(k.shape[0])[:, None], start[:, None] + jnp.arange(k.shape[1])
+    # Advanced indices apart from each other put [B, N] first: the new rows need no transpose.
+    keys = old[0].at[layers, batch, :, :, slots].set(k, mode="drop")
+    return keys, old[1].at[layers, batch, :, slots].set(v, mode="drop")

@@ -16,8 +16,8 @@ from dstill_jax.config import TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models import kv_cache
-from dstill_jax.models.attention import grouped_attention, rope_tables
-from dstill_jax.models.kv_cache import KVCache
+from dstill_jax.models.attention import grouped_attention, rope_tables, tree_attention_over_cache
+from dstill_jax.models.kv_cache import KVCache, NewRows
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, RMSNorm, output_first
 from dstill_jax.sharding.activations import active_mesh, constrain
 from dstill_jax.sharding.weights import rows_of_table
@@ -27,6 +27,7 @@ class TargetOutput(NamedTuple):
     hidden: Float[Array, "B N D"]  # after the final norm: what the head reads
     taps: Float[Array, "B N T*D"]  # residual stream after each tapped block, in the order asked for
     cache: KVCache | None
+    new_rows: NewRows | None = None  # what a tree's pass keeps apart from the cache
 
 
 class _Carry(NamedTuple):
@@ -43,8 +44,9 @@ class _Step(NamedTuple):
 
     cos: Float[Array, "B N E/2"]
     sin: Float[Array, "B N E/2"]
-    mask: Bool[Array, "B N C"]
+    mask: Bool[Array, "B N C"] | None
     start: Int[Array, "B"] | None
+    visibility: Int[Array, "B N 128"] | None
     tap_slots: Int[Array, "L"]
 
 
@@ -62,20 +64,26 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.rms_norm_eps)
         self.mlp = GatedMLP(c.intermediate_size, c.hidden_size)
 
-    def __call__(self, carry: _Carry, step: _Step) -> tuple[_Carry, None]:
+    def __call__(self, carry: _Carry, step: _Step) -> tuple[_Carry, tuple[Array, Array] | None]:
         x, cache, layer, taps = carry
         normed = self.input_layernorm(x)
         q = self.attention.queries(normed, step.cos, step.sin)
         k, v = self.attention.keys_values(normed, step.cos, step.sin)
-        if cache is None:
-            keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+        new = None
+        if step.visibility is not None:
+            attended = tree_attention_over_cache(q, cache, layer, step.start, k, v, step.visibility)
+            new = k, v
         else:
-            cache, keys, values = kv_cache.write_layer(cache, layer, k, v, step.start)
-        x = x + self.attention.output(grouped_attention(q, keys, values, step.mask))
+            if cache is None:
+                keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+            else:
+                cache, keys, values = kv_cache.write_layer(cache, layer, k, v, step.start)
+            attended = grouped_attention(q, keys, values, step.mask)
+        x = x + self.attention.output(attended)
         x = constrain(x + self.mlp(self.post_attention_layernorm(x)), "batch", "seq")
         if taps.shape[0] > 1:
             taps = taps.at[step.tap_slots[layer]].set(x)
-        return _Carry(x, cache, layer + 1, taps), None
+        return _Carry(x, cache, layer + 1, taps), new
 
 
 class Decoder(nn.Module):
@@ -111,25 +119,31 @@ class Decoder(nn.Module):
         positions: Int[Array, "B N"],
         cache: KVCache | None,
         start: Int[Array, "B"] | None,
-        mask: Bool[Array, "B N C"],
+        mask: Bool[Array, "B N C"] | None,
         tap_ids: tuple[int, ...],
+        visibility: Int[Array, "B N 128"] | None = None,
     ) -> TargetOutput:
         c = self.config
         x = self.embed(tokens) if active_mesh() is None else rows_of_table(self.embed.embedding, tokens)
         cos, sin = rope_tables(c.rope, c.head_dim, positions)
         slots = [tap_ids.index(i) if i in tap_ids else len(tap_ids) for i in range(c.num_layers)]
-        step = _Step(cos, sin, mask, start, jnp.asarray(slots, jnp.int32))
+        step = _Step(cos, sin, mask, start, visibility, jnp.asarray(slots, jnp.int32))
         taps = constrain(jnp.zeros((len(tap_ids) + 1, *x.shape), x.dtype), None, "batch", "seq")
         if self.scan_layers:
-            carry, _ = self.layers(_Carry(x, cache, jnp.int32(0), taps), step)
+            carry, new = self.layers(_Carry(x, cache, jnp.int32(0), taps), step)
+            new_rows = None if new is None else NewRows(*((kind,) for kind in new))
         else:
-            carry = _Carry(x, cache, 0, taps)
+            carry, every = _Carry(x, cache, 0, taps), []
             for layer in self.layers:
-                carry, _ = layer(carry, step)
+                carry, new = layer(carry, step)
+                every.append(new)
+            new_rows = None
+            if visibility is not None:
+                new_rows = NewRows(*(tuple(rows[None] for rows in kind) for kind in zip(*every, strict=True)))
         taps = jnp.moveaxis(carry.taps[:-1], 0, 2).reshape(*tokens.shape, len(tap_ids) * c.hidden_size)
         if not c.tie_embeddings and self.is_initializing():
             self.head(x)
-        return TargetOutput(self.norm(carry.x), taps, carry.cache)
+        return TargetOutput(self.norm(carry.x), taps, carry.cache, new_rows)
 
 
 class _Head(nn.Module):
@@ -188,6 +202,7 @@ def forward(
     start: Int[Array, "B"] | None = None,
     tap_ids: tuple[int, ...] = (),
     attention_mask: Bool[Array, "B N C"] | None = None,
+    visibility: Int[Array, "B N 128"] | None = None,
 ) -> TargetOutput:
     """Runs N tokens of each row through the target.
 
@@ -195,20 +210,22 @@ def forward(
       cache: where keys and values are appended, at slots start .. start + N - 1; None runs without one.
       tap_ids: 0-based layers whose outputs (before the final norm) are returned, in this order.
       attention_mask: True where a row may attend; default: causal, over the cache slots when there is a cache.
+      visibility: makes the tokens rows of a tree: each sees the slots below `start`, and of the others those named here
+        (`pallas_kernels.tree_attention`). The cache is read only; the new keys and values are returned apart from it.
 
     Raises:
       UserError: `tap_ids` names a layer twice, or one that the target does not have.
     """
     if len(set(tap_ids)) < len(tap_ids) or not set(tap_ids) <= set(range(config.num_layers)):
         raise UserError(f"tap_ids={tap_ids} must be distinct layers of 0..{config.num_layers - 1}")
-    if attention_mask is None:
+    if attention_mask is None and visibility is None:
         if cache is None:
             attention_mask = jnp.broadcast_to(causal_mask(tokens.shape[1]), (*tokens.shape, tokens.shape[1]))
         else:
             attention_mask = kv_cache.chain_mask(start, tokens.shape[1], kv_cache.capacity_of(cache))
     module = Decoder(config, is_stacked(params))
     with jax.named_scope("target"):
-        return module.apply({"params": params}, tokens, positions, cache, start, attention_mask, tap_ids)
+        return module.apply({"params": params}, tokens, positions, cache, start, attention_mask, tap_ids, visibility)
 
 
 def head_matrix(config: TargetConfig, params: Params) -> Float[Array, "D V"]:

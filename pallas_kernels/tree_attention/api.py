@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -21,6 +22,7 @@ def _shape(
     context_v: Array,
     lengths: Array,
     tree: tuple[Array | None, Array | None, Array | None],
+    first_row: Array | None,
     key_layout: str,
 ) -> TreeShape:
     """Checks every shape and dtype; ValueError with name and value."""
@@ -31,8 +33,11 @@ def _shape(
     B, N, H, E = q.shape
     G, C = context_v.shape[1:3]
     check_rows(N)
-    keys = (B, G, E, C) if key_layout == "BGEC" else (B, G, C, E)
-    expected = {"context_v": (context_v, (B, G, C, E)), "context_k": (context_k, keys), "lengths": (lengths, (B,))}
+    R = B if first_row is None else max(B, context_v.shape[0])
+    keys = (R, G, E, C) if key_layout == "BGEC" else (R, G, C, E)
+    expected = {"context_v": (context_v, (R, G, C, E)), "context_k": (context_k, keys), "lengths": (lengths, (B,))}
+    if first_row is not None:
+        expected["first_row"] = (first_row, ())
     tree_k, tree_v, words = tree
     if len({x is None for x in tree}) > 1:
         raise ValueError("tree_k, tree_v and words come together: pass all three, or none for the context alone")
@@ -47,7 +52,7 @@ def _shape(
     for name, array in (("context_k", context_k), ("tree_k", tree_k), ("tree_v", tree_v), ("q", q)):
         if array is not None and array.dtype != context_v.dtype:
             raise ValueError(f"{name}.dtype={array.dtype} must be that of context_v, {context_v.dtype}")
-    for name, array in (("lengths", lengths), ("words", words)):
+    for name, array in (("lengths", lengths), ("words", words), ("first_row", first_row)):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name}.dtype={array.dtype} must be an integer type")
     return TreeShape(N, H // G, G, E, C, context_v.dtype.itemsize)
@@ -62,6 +67,7 @@ def tree_attention(
     tree_v: Array | None = None,  # [B, N, G, E]
     words: Array | None = None,  # int32 [B or 1, N, 128]
     *,
+    first_row: Array | None = None,  # int []
     key_layout: str = "BGEC",
     scale: float | None = None,
     with_lse: bool = False,
@@ -80,6 +86,8 @@ def tree_attention(
     NaN included, does not matter. There is no gradient: this is for decoding.
 
     Args:
+      first_row: the context then has R >= B rows, and sequence b reads row first_row + b (in range: nothing checks it).
+        The layers of a stacked cache are such rows; sliced out of it for the kernel, one would be copied.
       scale: of the scores; E**-0.5 by default.
       chunk: slots that the XLA implementation scores at a time; by default as many as 256 MB of scores allow, at most
         2048.
@@ -93,8 +101,11 @@ def tree_attention(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=} must be at least 1")
-    shape = _shape(q, context_k, context_v, lengths, (tree_k, tree_v, words), key_layout)
+    shape = _shape(q, context_k, context_v, lengths, (tree_k, tree_v, words), first_row, key_layout)
     which, kind = resolve(implementation, device_kind, interpret=bool(interpret))
+    if which != "pallas" and first_row is not None:
+        B = q.shape[0]
+        context_k, context_v = (jax.lax.dynamic_slice_in_dim(x, first_row, B) for x in (context_k, context_v))
     arguments = (q, context_k, context_v, lengths, tree_k, tree_v, words)
     scale = shape.head_dim**-0.5 if scale is None else scale
     if which == "reference":
@@ -103,12 +114,13 @@ def tree_attention(
         out, lse = tree_attention_xla(*arguments, key_layout=key_layout, scale=scale, chunk=chunk)
     else:
         blocks = choose_blocks(shape, block_sizes, kind)
-        out, lse = _pallas(arguments, shape, blocks, kind, key_layout, scale, with_lse, interpret)
+        out, lse = _pallas(arguments, first_row, shape, blocks, kind, key_layout, scale, with_lse, interpret)
     return (out, lse) if with_lse else out
 
 
 def _pallas(
     arguments: tuple[Any, ...],
+    first_row: Array | None,
     shape: TreeShape,
     blocks: TreeBlocks,
     device_kind: str,
@@ -136,6 +148,7 @@ def _pallas(
         context_k,
         context_v,
         lengths,
+        jnp.zeros((), jnp.int32) if first_row is None else first_row,
         tree,
         shape=shape,
         blocks=blocks,

@@ -36,6 +36,7 @@ def _kernel(
     visited_ref,  # [S] SMEM
     fetched_ref,  # [S] SMEM, for the index maps
     lengths_ref,  # [B] SMEM
+    first_row_ref,  # [1] SMEM, for the index maps
     q_ref,  # [1, 1, resident, E]
     k_ref,  # [1, 1, E, context] or [1, 1, context, E]
     v_ref,  # [1, 1, context, E]
@@ -52,7 +53,7 @@ def _kernel(
     lse_ref = refs.pop(0) if has_lse else None  # [1, 1, resident, 128]
     top_ref, total_ref, sum_ref = refs[:3]  # [resident, 128] twice, [resident, E]; float32
     scores_ref, weights_ref = refs[3:]  # [rows, most slots at once] float32, and in the dtype of the values
-    del fetched_ref
+    del fetched_ref, first_row_ref
     packed = visited_ref[pl.program_id(2)]
     batch_row, tile = packed >> TILE_BITS, packed & ((1 << TILE_BITS) - 1)
     left = lengths_ref[batch_row] - tile * blocks.context  # slots from this tile on
@@ -166,9 +167,10 @@ def _kernel(
 
 def tree_attention_kernel(
     rows: Array,  # [B, G, R, E], R = (H/G) N', heads outermost
-    context_k: Array,  # [B, G, E, C] or [B, G, C, E]
-    context_v: Array,  # [B, G, C, E]
+    context_k: Array,  # [>= B, G, E, C] or [>= B, G, C, E]
+    context_v: Array,  # [>= B, G, C, E]
     lengths: Array,  # int [B]
+    first_row: Array,  # int []: of the context
     tree: tuple[Array, Array, Array] | None,  # k, v [B, G, N', E], words [B or 1, N', 128]
     *,
     shape: TreeShape,
@@ -187,17 +189,17 @@ def tree_attention_kernel(
     resident, slots = blocks.resident, blocks.context
     transposed = key_layout == "BGEC"
 
-    def of_row(g, part, step, visited, fetched, lengths):
+    def of_row(g, part, step, visited, fetched, lengths, first):
         return visited[step] >> TILE_BITS, g, part, 0
 
-    def of_tree(g, part, step, visited, fetched, lengths):
+    def of_tree(g, part, step, visited, fetched, lengths, first):
         return visited[step] >> TILE_BITS, g, 0, 0
 
-    def of_words(g, part, step, visited, fetched, lengths):
+    def of_words(g, part, step, visited, fetched, lengths, first):
         return (visited[step] >> TILE_BITS if tree[2].shape[0] > 1 else 0), 0, 0
 
-    def of_slots(g, part, step, visited, fetched, lengths):
-        return fetched[step] >> TILE_BITS, g, fetched[step] & ((1 << TILE_BITS) - 1), 0
+    def of_slots(g, part, step, visited, fetched, lengths, first):
+        return first[0] + (fetched[step] >> TILE_BITS), g, fetched[step] & ((1 << TILE_BITS) - 1), 0
 
     def of_keys(*index):
         row, g, tile, _ = of_slots(*index)
@@ -231,7 +233,7 @@ def tree_attention_kernel(
     out = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(G, R // resident, steps.count),
             in_specs=in_specs,
             out_specs=out_specs,
@@ -255,5 +257,14 @@ def tree_attention_kernel(
         ),
         interpret=interpret,
         name="tree_attention",
-    )(steps.visited, steps.fetched, lengths, rows, context_k, context_v, *(tree or ()))
+    )(
+        steps.visited,
+        steps.fetched,
+        lengths,
+        first_row.astype(jnp.int32).reshape(1),
+        rows,
+        context_k,
+        context_v,
+        *(tree or ()),
+    )
     return (out[0], out[1]) if with_lse else (out[0], None)

@@ -12,7 +12,7 @@ from dstill_jax.decoding.session import Session
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SHAPE = {"batch_size": 3, "max_prompt_tokens": 32, "max_new_tokens": NEW, "stop_token_ids": []}
-METHODS = [("dflash", {}), ("refine", {"order": "confidence", "passes": 2})]
+METHODS = [("dflash", {}), ("refine", {"order": "confidence", "passes": 2}), ("ddtree", {"tree_budget": 20})]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -26,13 +26,14 @@ def test_drafts_are_of_the_vocabulary_and_the_text_is_that_of_plain_decoding(
     few = dataclasses.replace(drafter, vocabulary=some)
     session = Session(target, drafter=few, method=method, sampling=SamplingConfig(temperature), **SHAPE, **options)
     state = session.start(session.idle(), [0, 1, 2], REQUESTS[:3], 3)
-    drafts = np.asarray(session.spec.proposer.propose(session.spec, session.weights, state))
+    drafts = session.spec.proposer.propose(session.spec, session.weights, state)
+    drafts = np.asarray(drafts.tokens[drafts.valid] if method == "ddtree" else drafts)
     assert set(drafts.ravel().tolist()) <= set(some) - {mask}
     done = run(session, REQUESTS[:3])
     assert [done[i].tokens for i in range(3)] == [decode(target, r, NEW, temperature) for r in REQUESTS[:3]]
 
 
-@pytest.mark.parametrize("method, options", METHODS)
+@pytest.mark.parametrize("method, options", [*METHODS[:2], pytest.param(*METHODS[2], marks=pytest.mark.slow)])
 def test_the_whole_vocabulary_drafts_what_no_vocabulary_drafts(target, drafter, method, options):
     sampling = SamplingConfig(0.9)
     every = dataclasses.replace(drafter, vocabulary=tuple(range(37)))

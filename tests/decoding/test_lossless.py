@@ -18,6 +18,8 @@ METHODS = {
     "dflash": ("dflash", {}),
     "left to right": ("refine", {"order": "left_to_right"}),
     "by confidence": ("refine", {"order": "confidence", "passes": 2, "threshold": 0.3}),
+    "small tree": ("ddtree", {"tree_budget": 6}),
+    "large tree": ("ddtree", {"tree_budget": 150}),
 }
 SETTINGS = {
     "greedy": [(0.0, None, None)],
@@ -31,6 +33,8 @@ FAST = {  # every method, every kind of setting; the other pairs are slow tests
     ("greedy", "left to right"),
     ("sampled", "dflash"),
     ("filtered", "by confidence"),
+    ("sampled", "large tree"),
+    ("filtered", "small tree"),
 }
 _PLAIN: dict = {}
 
@@ -131,6 +135,18 @@ def test_caps_before_at_and_after_a_stop(target, three):
             assert done[row].finish_reason == ("stop" if ends <= cap else "length")
 
 
+def test_stops_and_caps_inside_trees(target, drafter, three):
+    """A tree of 150 nodes mostly holds the next token: rounds end in the middle of accepted paths."""
+    requests, texts = three
+    for stop, cap in ((texts[1][7], NEW), (texts[0][2], NEW), (texts[2][5], 4), (texts[1][0], 1)):
+        tree = {"tree_budget": 150, "max_new_tokens": cap, "stop_token_ids": [stop]}
+        done = run(session_of(target, drafter, "ddtree", tree, (0.0, None, None)), requests)
+        for row, text in enumerate(texts):
+            ends = text.index(stop) + 1 if stop in text else 99
+            assert done[row].tokens == text[: min(ends, cap)]
+            assert done[row].finish_reason == ("stop" if ends <= cap else "length")
+
+
 def test_no_token_id_has_a_hidden_meaning():
     """A target that must emit id 0, the mask token and the padding token in mid-text."""
     cycle = [3, 0, 7, 1, 5]
@@ -139,8 +155,9 @@ def test_no_token_id_has_a_hidden_meaning():
     assert drafter.config.mask_token_id == 7
     requests = [Request(i, [token], 0) for i, token in enumerate(cycle)]
     expected = [[cycle[(i + 1 + n) % 5] for n in range(NEW)] for i in range(5)]
-    done = run(session_of(target, drafter, "dflash", {}, (0.0, None, None)), requests)
-    assert [done[i].tokens for i in range(5)] == expected
+    for method in ("dflash", "ddtree"):
+        done = run(session_of(target, drafter, method, {}, (0.0, None, None)), requests)
+        assert [done[i].tokens for i in range(5)] == expected
     for one in done.values():  # the mask token is never drafted: it can only be the target's own, last in its round
         ends = np.cumsum(one.acceptance_lengths)
         assert {i for i, token in enumerate(one.tokens) if token == 7 and i} <= set(ends)

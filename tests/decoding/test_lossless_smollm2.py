@@ -20,6 +20,8 @@ METHODS = (
     ("dflash", {"draft_tokens": 3}),
     ("refine", {"passes": 3, "order": "confidence"}),
     ("refine", {}),
+    ("ddtree", {}),
+    ("ddtree", {"tree_budget": 64}),
 )
 SAMPLING = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0})
 
@@ -49,6 +51,6 @@ def test_every_method_and_batch_emits_the_tokens_of_plain_decoding(material, sam
         compared += 1
         if generate(target, prompts[:1], method, drafter, **options, **extra).tokens[0] != plain[0]:
             different.append((method, extra, 0, 1))
-    assert compared == len(METHODS) * (len(prompts) + 1)  # 75 at each temperature
+    assert compared == len(METHODS) * (len(prompts) + 1)  # 105 at each temperature
     assert not different
     assert len({tuple(np.asarray(t)) for t in plain}) > len(prompts) // 2  # the prompts do not all say the same

@@ -15,7 +15,14 @@ CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
 
 @pytest.mark.parametrize(
     ("method", "batch_size", "scan_layers"),
-    [("autoregressive", 1, False), ("autoregressive", 1, True), ("autoregressive", 4, False), ("dflash", 1, False)],
+    [
+        ("autoregressive", 1, False),
+        ("autoregressive", 1, True),
+        ("autoregressive", 4, False),
+        ("dflash", 1, False),
+        ("ddtree", 1, False),
+        ("ddtree", 4, True),
+    ],
 )
 def test_no_cache_is_copied_in_the_loop(method: str, batch_size: int, scan_layers: bool) -> None:
     target = load_target(CASE / "target", scan_layers=scan_layers)

@@ -165,7 +165,7 @@ def test_the_targets_own_stop_tokens_are_the_default(target):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"method": "magic"}, "method='magic'.*autoregressive, lookup, dflash, refine"),
+        ({"method": "magic"}, "method='magic'.*autoregressive, lookup, dflash, refine, ddtree"),
         ({"passes": 3}, "method 'autoregressive' does not read passes"),
         ({"method": "dflash", "threshold": 0.5}, "does not read threshold"),
         ({"method": "lookup", "draft_tokens": 0}, "draft_tokens=0"),
@@ -175,6 +175,12 @@ def test_the_targets_own_stop_tokens_are_the_default(target):
         ({"method": "refine", "passes": 0}, "passes=0"),
         ({"method": "refine", "order": "best"}, "order='best'"),
         ({"method": "dflash", "drafter": None}, "needs a drafter"),
+        ({"method": "ddtree", "drafter": None}, "needs a drafter"),
+        ({"method": "ddtree", "tree_budget": 0}, "tree_budget=0.*1 and 1023"),
+        ({"method": "ddtree", "tree_budget": 1024}, "tree_budget=1024"),
+        ({"method": "ddtree", "tree_budget": 2.5}, "tree_budget=2.5.*whole"),
+        ({"method": "ddtree", "passes": 2}, "does not read passes"),
+        ({"method": "dflash", "tree_budget": 4}, "does not read tree_budget"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 500}, "prompt of 32 tokens plus max_new_tokens=500.*512"),

@@ -177,6 +177,16 @@ def test_the_kernel_equals_the_reference(case):
     assert np.isfinite(actual[0]).all()
 
 
+def test_a_layer_of_a_stacked_cache_is_rows_of_it():
+    """Three layers, each of two sequences: the middle one is read, the others hold NaN and do not matter."""
+    q, k, v, *rest = make(9, 2, 5, 2, 1, 16, 150, [140, 0])
+    expected = tree_attention_reference(q, k, v, *rest)[0]
+    k, v = (jnp.concatenate([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.nan)]) for x in (k, v))
+    for options in ({"implementation": "pallas", "interpret": SIMULATED}, {"implementation": "xla"}):
+        out = tree_attention(q, k, v, *rest, first_row=jnp.int32(2), **options)
+        np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
 def test_the_kernel_gives_one_half_of_a_cascade():
     """Context alone, merged with the block's own part, is attention over both; an empty row has weight 0."""
     q, k, v, lengths, tree_k, tree_v, words = make(7, 2, 4, 1, 1, 16, 100, [0, 77])
@@ -261,6 +271,8 @@ def test_16_rows_over_32768_slots_move_little_but_keys_and_values(chip):
         ({"context_k": jnp.zeros((2, 2, 16, 8))}, r"context_k.shape=\(2, 2, 16, 8\)"),
         ({"tree_k": jnp.zeros((2, 4, 2, 8), jnp.bfloat16)}, "tree_k.dtype=bfloat16"),
         ({"lengths": jnp.zeros(2)}, "lengths.dtype=float32"),
+        ({"first_row": jnp.zeros(1, jnp.int32)}, r"first_row.shape=\(1,\)"),
+        ({"first_row": 1.0 * jnp.zeros(())}, "first_row.dtype=float32"),
         ({"implementation": "cuda"}, "implementation='cuda'"),
         ({"implementation": "pallas"}, "needs a TPU"),
         ({"implementation": "pallas", "interpret": True, "block_sizes": TreeBlocks(128, 48, 16, 128)}, "resident=48"),
@@ -304,6 +316,28 @@ def test_compiled_for_v5e_it_moves_keys_and_values_once_and_copies_neither():
     cache = 2 * B * 8 * C * 128 * 2
     assert compiled.cost_analysis()["bytes accessed"] <= 1.05 * cache
     assert compiled.memory_analysis().temp_size_in_bytes <= 0.01 * cache
+
+
+def test_compiled_for_v5e_a_loop_over_layers_copies_no_layer_of_the_cache():
+    """As the target's layers read it: a scan whose body names its layer. Slicing it out would copy every one of them."""
+    L, B, N, H, G, E, C = 4, 8, 16, 16, 8, 128, 8192
+    struct, dtype = jax.ShapeDtypeStruct, jnp.bfloat16
+    new, words = struct((B, N, G, E), dtype), struct((B, N, 128), jnp.int32)
+
+    def run(q, keys, values, lengths, tree_k, tree_v, words):
+        def layer(q, number):
+            k, v = (x.reshape(-1, *x.shape[2:]) for x in (keys, values))
+            first_row = number * B
+            return tree_attention(
+                q, k, v, lengths, tree_k, tree_v, words, first_row=first_row, implementation="pallas"
+            ), None
+
+        return jax.lax.scan(layer, q, jnp.arange(L))[0]
+
+    caches = struct((L, B, G, E, C), dtype), struct((L, B, G, C, E), dtype)
+    compiled = compile_for("v5e", run, struct((B, N, H, E), dtype), *caches, struct((B,), jnp.int32), new, new, words)
+    layer_bytes = 2 * B * G * C * E * 2
+    assert compiled.memory_analysis().temp_size_in_bytes <= 0.05 * layer_bytes
 
 
 @pytest.mark.slow
