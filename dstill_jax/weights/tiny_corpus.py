@@ -28,7 +28,7 @@ HELD_OUT_IN = 16
 
 PROMPT_TOKENS = 64
 PROMPT_TOKENS_AT_MOST = 72
-_PROMPT_STRIDE = 192  # tokens between the starts of two prompts of a file: a prompt and about two answers
+PROMPT_STRIDE = 192  # tokens between the starts of two prompts of a file: a prompt and about two answers
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ def prompt_rows(
     prefix: str,
     count: int,
     seed: int,
+    stride: int = PROMPT_STRIDE,
 ) -> list[dict[str, str]]:
     """Up to `count` prompts {"id", "prompt"}: pieces of `PROMPT_TOKENS` tokens as text, in a fixed random order.
+
+    A piece begins every `stride` tokens of a file; below `PROMPT_TOKENS` they overlap.
 
     Pieces that are cut inside a character, repeat another one, or come back from the tokenizer as more than
     `PROMPT_TOKENS_AT_MOST` tokens are left out.
@@ -100,7 +103,7 @@ def prompt_rows(
     places = [
         (name, start, ids)
         for name, ids in zip(names, files, strict=True)
-        for start in range(0, len(ids) - PROMPT_TOKENS + 1, _PROMPT_STRIDE)
+        for start in range(0, len(ids) - PROMPT_TOKENS + 1, stride)
     ]
     random.Random(seed).shuffle(places)
     return list(_usable_prompts(tokenizer, places, prefix, count))

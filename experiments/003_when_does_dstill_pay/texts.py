@@ -4,19 +4,23 @@ A weak model's greedy text often repeats itself, and a loop is drafted by anythi
 are left out, of training and of held-out prompts alike. Which prompts these are depends on the target only.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
 from grid import NEW_TOKENS, PROMPT_TOKENS, TAPS
+from tokenizers import Tokenizer
 
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.prepare_config import PrepareConfig
 from dstill_jax.data.prompts import PromptSource
 from dstill_jax.weights.embedded import fetch
+from dstill_jax.weights.tiny_corpus import encode_files, prompt_rows, read_corpus
 
 _TAIL, _LONGEST_PERIOD = 32, 16
-CHOOSING = 160  # held-out prompts for choosing among arms; the others are opened once, for the last table
+PROMPTS = {"train": (49152, 48), "heldout": (1536, 96)}  # at most so many, begun so many tokens apart
+CHOOSING = 256  # held-out prompts for choosing among arms; the others are opened once, for the last table
 
 
 def is_loop(tokens: np.ndarray) -> bool:
@@ -29,8 +33,12 @@ def make_texts(root: Path) -> tuple[str, Path, Path]:
     """(target folder, training data with features, held-out data); what is there already is not made again."""
     target = fetch("tiny", report=print)
     folders = {}
-    for split in ("train", "heldout"):
-        prompts = target / f"prompts_{split}.jsonl"
+    for split, (number, stride) in PROMPTS.items():
+        prompts = root / f"prompts_{split}_all.jsonl"
+        if not prompts.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            rows = _cut_prompts(target, split == "heldout", number, stride)
+            prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         everything = root / f"{split}_all"
         _generate(str(target), prompts, everything, features=False)
         kept = root / f"prompts_{split}.jsonl"
@@ -39,6 +47,15 @@ def make_texts(root: Path) -> tuple[str, Path, Path]:
         folders[split] = root / split
         _generate(str(target), kept, folders[split], features=True)
     return str(target), folders["train"], folders["heldout"]
+
+
+def _cut_prompts(target: Path, held_out: bool, number: int, stride: int) -> list[dict[str, str]]:
+    """Prompts from the files that the target's own prompts come from, closer together than those."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    files = read_corpus()[held_out]
+    split = "heldout" if held_out else "train"
+    names = [file.name for file in files]
+    return prompt_rows(tokenizer, names, encode_files(tokenizer, files), f"tiny/{split}", number, 0, stride)
 
 
 def _generate(target: str, prompts: Path, out: Path, *, features: bool) -> None:
