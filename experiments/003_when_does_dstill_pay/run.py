@@ -81,6 +81,7 @@ def _start(root: Path, target: str, cell: tuple[int, int, str], final: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path("runs/003"), help="folder of texts, runs and measurements")
+    parser.add_argument("--data", default="large", choices=("small", "large"), help="how many prompts, see texts.py")
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16], choices=(8, 16))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", help="arms of grid.py; by default all")
@@ -88,12 +89,12 @@ def main() -> None:
     parser.add_argument("--final", action="store_true", help="also measure on the prompts kept for the final table")
     parser.add_argument("--table", action="store_true", help="only write results.json and print the tables")
     args = parser.parse_args()
+    root = (args.root / args.data).resolve()
     if not args.table:
         from texts import make_texts
 
         cells = wanted_cells(args.blocks, args.seeds, args.arms)
-        target, _, _ = make_texts(args.root.resolve())
-        run_cells(args.root.resolve(), target, cells, args.jobs, args.final)
+        run_cells(root, make_texts(root, args.data), cells, args.jobs, args.final)
     from tables import write_results
 
     write_results(args.root, HERE / "results.json")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from grid import STEP_COST, arms
-from texts import count
+from texts import SIZES, count
 
 from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 
@@ -22,13 +22,17 @@ Counts = tuple[np.ndarray, np.ndarray]  # committed tokens and rounds of each pr
 
 def write_results(root: Path, path: Path) -> None:
     """Everything measured under `root`, as JSON; prints the tables."""
-    results: dict[str, Any] = {"prompts": count(root), "step_cost": STEP_COST, "tables": {}}
-    for which in _SETS:
-        for block in (8, 16):
-            lines = _lines(root, block, which)
-            if lines:
-                results["tables"][f"block {block}, {which}"] = lines
-                _print(f"block {block}, prompts for {which}", lines)
+    results: dict[str, Any] = {"step_cost": STEP_COST}
+    for size in SIZES:
+        if not (root / size).exists():
+            continue
+        results[size] = {"prompts": count(root / size)}
+        for which in _SETS:
+            for block in (8, 16):
+                lines = _lines(root / size, block, which)
+                if lines:
+                    results[size][f"block {block}, {which}"] = lines
+                    _print(f"{size} data, block {block}, prompts for {which}", lines)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

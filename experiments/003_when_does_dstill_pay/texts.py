@@ -19,8 +19,11 @@ from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.tiny_corpus import encode_files, prompt_rows, read_corpus
 
 _TAIL, _LONGEST_PERIOD = 32, 16
-PROMPTS = {"train": (49152, 48), "heldout": (1536, 96)}  # at most so many, begun so many tokens apart
-CHOOSING = 256  # held-out prompts for choosing among arms; the others are opened once, for the last table
+SIZES = {
+    "small": {"train": (8192, 192), "heldout": (512, 192)},
+    "large": {"train": (49152, 48), "heldout": (1536, 96)},
+}
+"""Prompts at most, and how many tokens apart they begin. The small set is the tiny target's own."""
 
 
 def is_loop(tokens: np.ndarray) -> bool:
@@ -29,11 +32,10 @@ def is_loop(tokens: np.ndarray) -> bool:
     return any((tail[p:] == tail[:-p]).all() for p in range(1, _LONGEST_PERIOD + 1))
 
 
-def make_texts(root: Path) -> tuple[str, Path, Path]:
-    """(target folder, training data with features, held-out data); what is there already is not made again."""
+def make_texts(root: Path, size: str) -> str:
+    """Training and held-out data in `root`, with features; returns the target's folder. What is there is kept."""
     target = fetch("tiny", report=print)
-    folders = {}
-    for split, (number, stride) in PROMPTS.items():
+    for split, (number, stride) in SIZES[size].items():
         prompts = root / f"prompts_{split}_all.jsonl"
         if not prompts.exists():
             root.mkdir(parents=True, exist_ok=True)
@@ -44,9 +46,8 @@ def make_texts(root: Path) -> tuple[str, Path, Path]:
         kept = root / f"prompts_{split}.jsonl"
         if not kept.exists():
             kept.write_text("".join(_without_loops(prompts, ConversationDataset(everything))), encoding="utf-8")
-        folders[split] = root / split
-        _generate(str(target), kept, folders[split], features=True)
-    return str(target), folders["train"], folders["heldout"]
+        _generate(str(target), kept, root / split, features=True)
+    return str(target)
 
 
 def _cut_prompts(target: Path, held_out: bool, number: int, stride: int) -> list[dict[str, str]]:
@@ -84,7 +85,8 @@ def _without_loops(prompts: Path, answers: ConversationDataset) -> list[str]:
 
 def rows_of(dataset: ConversationDataset, which: str) -> range:
     """Held-out rows for "choosing" among arms, or those for the "final" table, which no choice has seen."""
-    return range(CHOOSING) if which == "choosing" else range(CHOOSING, len(dataset))
+    choosing = len(dataset) * 5 // 9
+    return range(choosing) if which == "choosing" else range(choosing, len(dataset))
 
 
 def held_out(dataset: ConversationDataset, which: str) -> list[tuple[list[int], list[int]]]:
