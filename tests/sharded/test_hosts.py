@@ -16,6 +16,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from dstill_jax.errors import UserError
 from dstill_jax.sharding import hosts
 from dstill_jax.sharding.hosts import Launch, find_launch
+from dstill_jax.training import latest_step
 
 BOUND = 1e-5  # as in test_sharded_runs.py: sums over devices in another order
 CLUSTERS = ("SLURM_", "TPU_", "MEGASCALE_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "PMI_")
@@ -149,25 +150,66 @@ def test_a_run_of_four_processes_goes_on_in_one_and_in_two(tmp_path: Path) -> No
     np.testing.assert_allclose(ended["weights"], expected["weights"], rtol=20 * BOUND, atol=1e-6)
 
 
-@pytest.mark.slow
+CONFIG_FILE = """
+from pathlib import Path
+import hosts_case
+CONFIG = hosts_case.run_configs(Path({root!r}), {mesh!r}, {steps})[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """(config file, drafter) of `dstill train` in four processes: long enough to be stopped in its middle."""
+    root = tmp_path_factory.mktemp("prepared")
+    hosts_case.made_data(root)
+    config = root / "run.py"
+    config.write_text(CONFIG_FILE.format(root=str(root), mesh={"data": 2, "fsdp": 2}, steps=120))
+    whole = root / "whole"
+    (path, *others) = hosts_case.printed(hosts_case.start_train(config, whole, 4), whole)
+    assert path.strip() == str(whole / "stage1" / "drafter") and others == [""] * 3, "said once"
+    return config, drafter_bytes(whole)
+
+
+@pytest.mark.slow  # half a minute each, and as much for the run without interruption
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_process_ends_the_others_with_a_line_and_the_run_goes_on(tmp_path: Path, victim: int) -> None:
-    settings = {"mesh": {"data": 2, "fsdp": 2}, "steps": 24, "seconds": 0.2}
-    whole = hosts_case.start("stage_one", tmp_path / "whole", 4, 1, **settings)
-    expected = hosts_case.finish(whole, tmp_path / "whole")
+def test_a_killed_process_ends_the_others_with_a_line_and_the_run_goes_on(
+    tmp_path: Path, uninterrupted: tuple[Path, bytes], victim: int
+) -> None:
+    config, expected = uninterrupted
     root = tmp_path / "killed"
-    started = hosts_case.start("stage_one", root, 4, 1, **settings)
+    started = hosts_case.start_train(config, root, 4)
     wait_for_step(root, 5, started)
     started[victim].kill()
     killed = time.monotonic()
     for process in started:
         assert process.wait(timeout=max(1, 60 - (time.monotonic() - killed))) != 0
+    print(f"process {victim} of 4 killed: the others have ended after {time.monotonic() - killed:.1f} s")
+    assert 5 <= read_steps(root) < 120
     for index in set(range(4)) - {victim}:
         lines = [line for line in Path(f"{root}.{index}.log").read_text().splitlines() if line.startswith("dstill: ")]
         assert len(lines) == 1 and "run the same command on all hosts" in lines[0], lines
         assert "process 2 has not answered" in lines[0] if victim else "process 0 is gone" in lines[0]
-    again = hosts_case.finish(hosts_case.start("stage_one", root, 4, 1, **settings), root)
-    assert again == expected
+    hosts_case.printed(hosts_case.start_train(config, root, 4), root)
+    assert drafter_bytes(root) == expected
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_saves_and_ends_all_with_0_and_one_line(
+    tmp_path: Path, uninterrupted: tuple[Path, bytes]
+) -> None:
+    config, expected = uninterrupted
+    root = tmp_path / "stopped"
+    started = hosts_case.start_train(config, root, 4)
+    wait_for_step(root, 5, started)
+    started[3].send_signal(signal.SIGTERM)
+    hosts_case.printed(started, root)
+    reached = latest_step(root / "stage1")
+    assert reached is not None and 5 <= reached < 120
+    said = [Path(f"{root}.{index}.log").read_text().count("run the same command again to resume") for index in range(4)]
+    assert said == [1, 0, 0, 0]
+    assert f"stopped by SIGTERM after step {reached} of 120" in Path(f"{root}.0.log").read_text()
+    hosts_case.printed(hosts_case.start_train(config, root, 4), root)
+    assert drafter_bytes(root) == expected
 
 
 @pytest.mark.slow
