@@ -140,7 +140,12 @@ def free_port() -> str:
 
 def _process(command: list[str], root: Path, index: int, devices: int) -> subprocess.Popen:
     root.parent.mkdir(parents=True, exist_ok=True)
-    environment = sharded_case.environment(devices) | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = sharded_case.environment(devices) | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        # What one job of a test compiles, the next one finds.
+        "JAX_COMPILATION_CACHE_DIR": str(root.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
     with open(f"{root}.{index}.log", "ab") as log:
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 

@@ -163,10 +163,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes
     root = tmp_path_factory.mktemp("prepared")
     hosts_case.made_data(root)
     config = root / "run.py"
-    config.write_text(CONFIG_FILE.format(root=str(root), mesh={"data": 2, "fsdp": 2}, steps=120))
+    config.write_text(CONFIG_FILE.format(root=str(root), mesh={"data": 2, "fsdp": 2}, steps=40))
     whole = root / "whole"
     (path, *others) = hosts_case.printed(hosts_case.start_train(config, whole, 4), whole)
-    assert path.strip() == str(whole / "stage1" / "drafter") and others == [""] * 3, "said once"
+    drafter = str(whole / "stage1" / "drafter")
+    assert path.splitlines()[-1] == drafter and not any(drafter in text for text in others), "said once"
     return config, drafter_bytes(whole)
 
 
@@ -181,12 +182,16 @@ def test_a_killed_process_ends_the_others_with_a_line_and_the_run_goes_on(
     wait_for_step(root, 5, started)
     started[victim].kill()
     killed = time.monotonic()
+    others = sorted(set(range(4)) - {victim})
     for process in started:
         assert process.wait(timeout=max(1, 60 - (time.monotonic() - killed))) != 0
-    print(f"process {victim} of 4 killed: the others have ended after {time.monotonic() - killed:.1f} s")
-    assert 5 <= read_steps(root) < 120
-    for index in set(range(4)) - {victim}:
-        lines = [line for line in Path(f"{root}.{index}.log").read_text().splitlines() if line.startswith("dstill: ")]
+    # Of a process that jax ends, a shell has the last word, a moment later.
+    while not all(said := [own_lines(root, index) for index in others]):
+        assert time.monotonic() - killed < 60, said
+        time.sleep(0.05)
+    print(f"process {victim} of 4 killed: the others have ended, and said so, after {time.monotonic() - killed:.1f} s")
+    assert 5 <= read_steps(root) < 40
+    for lines in said:
         assert len(lines) == 1 and "run the same command on all hosts" in lines[0], lines
         assert "process 2 has not answered" in lines[0] if victim else "process 0 is gone" in lines[0]
     hosts_case.printed(hosts_case.start_train(config, root, 4), root)
@@ -204,10 +209,10 @@ def test_sigterm_to_one_process_saves_and_ends_all_with_0_and_one_line(
     started[3].send_signal(signal.SIGTERM)
     hosts_case.printed(started, root)
     reached = latest_step(root / "stage1")
-    assert reached is not None and 5 <= reached < 120
+    assert reached is not None and 5 <= reached < 40
     said = [Path(f"{root}.{index}.log").read_text().count("run the same command again to resume") for index in range(4)]
     assert said == [1, 0, 0, 0]
-    assert f"stopped by SIGTERM after step {reached} of 120" in Path(f"{root}.0.log").read_text()
+    assert f"stopped by SIGTERM after step {reached} of 40" in Path(f"{root}.0.log").read_text()
     hosts_case.printed(hosts_case.start_train(config, root, 4), root)
     assert drafter_bytes(root) == expected
 
@@ -233,6 +238,11 @@ def test_signals_at_random_moments_to_one_process_of_four_change_no_bit(tmp_path
 
 def drafter_bytes(root: Path) -> bytes:
     return (root / "stage1" / "drafter" / "model.safetensors").read_bytes()
+
+
+def own_lines(root: Path, index: int) -> list[str]:
+    """What `dstill` itself, not jax, has said on a process's standard error."""
+    return [line for line in Path(f"{root}.{index}.log").read_text().splitlines() if line.startswith("dstill: ")]
 
 
 def read_steps(root: Path) -> int:
