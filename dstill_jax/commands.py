@@ -207,7 +207,7 @@ def run_plan(args: argparse.Namespace) -> None:
             raise UserError(
                 f"decode={args.decode!r} must be requests x cache tokens, such as 64x4096, without --search"
             )
-        values = planning.plan_decoding(config, args.slice, int(rows), int(capacity), shape=shape)
+        values = planning.plan_decoding(config, args.slice, int(rows), int(capacity), shape=shape, quick=args.quick)
         print(decode_text(values))
         _write_json(args.json, values)
         return
