@@ -150,7 +150,7 @@ def _context_kv_in_a_loop(config: DrafterConfig, params: Params, c: Array, posit
     """`context_kv`, as a scan over the layers.
 
     On a mesh only: a device stacks its small shares of weights that are gathered for their use anyway, and one layer's
-    products, gathers and sums are compiled instead of all layers' (a fifth of the time an 8B step takes to compile).
+    products, gathers and sums are compiled instead of all layers' (docs/planning.md: what a compilation costs).
     """
     tables = rope_tables(config.rope, config.head_dim, positions)
     layer = DrafterLayer(config)
