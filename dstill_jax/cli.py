@@ -202,6 +202,9 @@ def _plan(commands) -> None:
         help="instead of the train step: a decoding round, e.g. 64 requests of 64x4096",
     )
     sub.add_argument("--limit", type=int, default=12, help="settings that --search compiles at most")
+    sub.add_argument(
+        "--quick", action="store_true", help="compile at the lowest effort, four times sooner: a first look"
+    )
     sub.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="e.g. mesh.fsdp=16 memory.anchor_chunk=64")
     _json(sub)
 

@@ -211,18 +211,18 @@ def run_plan(args: argparse.Namespace) -> None:
             raise UserError(
                 f"decode={args.decode!r} must be requests x cache tokens, such as 64x4096, without --search"
             )
-        values = planning.plan_decoding(config, args.slice, int(rows), int(capacity), shape=shape)
+        values = planning.plan_decoding(config, args.slice, int(rows), int(capacity), shape=shape, quick=args.quick)
         print(decode_text(values))
         _write_json(args.json, values)
         return
     if not args.search:
-        values = planning.plan(config, args.slice, shape=shape)
+        values = planning.plan(config, args.slice, shape=shape, quick=args.quick)
         print(plan_text(values))
         _write_json(args.json, values)
         return
     if args.limit < 1:
         raise UserError(f"limit={args.limit} must be at least 1")
-    found = planning.search(config, args.slice, limit=args.limit, report=_say, shape=shape)
+    found = planning.search(config, args.slice, limit=args.limit, report=_say, shape=shape, quick=args.quick)
     if not found:
         raise UserError(f"no setting of the search divides over {args.slice}; give mesh.* yourself, without --search")
     print(plan_text(found[0]))

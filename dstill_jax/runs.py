@@ -4,6 +4,7 @@ Called by the command line (`dstill train`), the demo and experiments. A run is 
 in `configs/` export them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -42,6 +43,8 @@ from dstill_jax.training.loop import train
 from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 
 _SCALE_ROWS = 64
+BEST = "drafter_best"
+"""Folder of a run with the drafter of its best checkpoint; `drafter` has that of the last step."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,11 @@ def run_stage(
 ) -> Path:
     """Trains, or continues, or finds complete; returns the drafter's folder (`out/drafter`, float32 EMA weights).
 
+    That is the drafter after the last step. With `train.keep_best` the best one is beside it, in `out/drafter_best`.
+
     Args:
       target: already loaded, to be shared by several runs.
-      report: told in a line what was found in the data.
+      report: told in a line what was found in the data, and which step was the best.
       on_step: see `training.loop.train`.
 
     Raises:
@@ -155,13 +160,35 @@ def run_stage(
         checkpoints=config.checkpoints,
         state_shardings=None if mesh is None else functools.partial(tree_shardings, mesh=mesh),
     )
-    finished = hosts.gathered(fold_tap_scale(state["ema"], frozen.tap_scale))
+    save = functools.partial(_save_average, drafter=drafter, target=target, frozen=frozen)
+    folder = save(out / "drafter", state["ema"])
+    best = _best_step(config)
+    if best is not None:
+        weights = checkpoints.load_params(config.checkpoints or out, step=best, like=state["ema"])
+        folder_of_best = save(out / BEST, weights)
+        if report is not None:
+            by = " ".join(config.train.keep_best or ())
+            report(f"{folder} is the drafter of the last step; {folder_of_best} the best by {by}, of step {best}")
+    hosts.exchange()  # whoever returns finds the drafters there
+    return folder
+
+
+def _best_step(config: RunConfig) -> int | None:
+    """The step of the best checkpoint, as the first process sees it; None when none is asked for, or was judged."""
+    found = None
+    if config.train.keep_best is not None and hosts.first():
+        with contextlib.suppress(UserError):
+            found = checkpoints.best_step(config.checkpoints or config.out, *config.train.keep_best)
+    return hosts.exchange(found)[0]
+
+
+def _save_average(folder: Path, ema: Params, *, drafter: DrafterConfig, target: Target, frozen: Frozen) -> Path:
+    """Averaged weights as a drafter folder, written by the first process."""
+    finished = hosts.gathered(fold_tap_scale(ema, frozen.tap_scale))
     vocabulary = None if frozen.vocabulary is None else tuple(np.asarray(frozen.vocabulary).tolist())
-    folder = out / "drafter"
     if hosts.first():
         trained = Drafter(drafter, finished, str(folder), target.fingerprint, vocabulary)
         save_drafter(folder, trained, target.config, dtype="float32")
-    hosts.exchange()  # whoever returns finds the drafter there
     return folder
 
 

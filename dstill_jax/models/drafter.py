@@ -19,6 +19,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models.attention import rope_tables
 from dstill_jax.models.block_sharding import spread_block_attention
 from dstill_jax.models.layers import AttentionProjections, GatedMLP, Linear, RMSNorm
+from dstill_jax.sharding.activations import active_mesh
 
 ContextKV = tuple[tuple[Float[Array, "B G E C"], Float[Array, "B G C E"]], ...]
 """Keys and values of the projected context, a pair per draft layer."""
@@ -140,7 +141,27 @@ def context_kv(
     config: DrafterConfig, params: Params, c: Float[Array, "B S D"], positions: Int[Array, "B S"]
 ) -> ContextKV:
     """Keys and values of the context for every layer: independent of the block, so computed once for many passes."""
+    if active_mesh() is not None and config.num_layers > 1:
+        return _context_kv_in_a_loop(config, params, c, positions)
     return DrafterModule(config).apply({"params": params}, c, positions, method="context_kv")  # type: ignore[return-value]
+
+
+def _context_kv_in_a_loop(config: DrafterConfig, params: Params, c: Array, positions: Array) -> ContextKV:
+    """`context_kv`, as a scan over the layers.
+
+    On a mesh only: a device stacks its small shares of weights that are gathered for their use anyway, and one layer's
+    products, gathers and sums are compiled instead of all layers' (docs/planning.md: what a compilation costs).
+    """
+    tables = rope_tables(config.rope, config.head_dim, positions)
+    layer = DrafterLayer(config)
+    used = ("k_proj", "v_proj", "k_norm")
+    weights = [{name: params[f"layers_{i}"]["attention"][name] for name in used} for i in range(config.num_layers)]
+
+    def one(_: None, attention: Params) -> tuple[None, tuple[Array, Array]]:
+        return None, layer.apply({"params": {"attention": attention}}, c, *tables, method="context_kv")
+
+    _, (keys, values) = jax.lax.scan(one, None, jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights))
+    return tuple((keys[i], values[i]) for i in range(config.num_layers))
 
 
 def denoise(

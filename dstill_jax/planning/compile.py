@@ -26,6 +26,8 @@ from dstill_jax.sharding.mesh import build_mesh, check_model_divides
 from dstill_jax.sharding.rules import tree_shardings
 from dstill_jax.training import build_optimizer, init_state, make_train_step
 
+_QUICK = {"exec_time_optimization_effort": -1.0}
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -40,6 +42,7 @@ class Compiled:
     program: float = 0.0
     counts: Counts = dataclasses.field(default_factory=Counts)
     seconds: float = 0.0  # of compilation
+    quick: bool = False  # at the lowest effort
     text: str = dataclasses.field(default="", repr=False)
 
     @property
@@ -149,17 +152,21 @@ def _placed(tree: Any, mesh: Mesh, *, split_rows: bool = False) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, places)
 
 
-def compile_step(run: AbstractRun, num_slices: int = 1) -> Compiled:
-    """Compiles; a step that does not fit comes back as such, any other failure of the compiler is raised."""
+def compile_step(run: AbstractRun, num_slices: int = 1, *, quick: bool = False) -> Compiled:
+    """Compiles; a step that does not fit comes back as such, any other failure of the compiler is raised.
+
+    `quick` asks for the compiler's lowest effort on run time: another, slower program with nearly the same memory and
+    collectives (docs/planning.md), in a quarter of the time.
+    """
     began = time.perf_counter()
     lowered = run.step.lower(run.state, run.frozen, run.batch)
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=_QUICK if quick else None)
     except jax.errors.JaxRuntimeError as error:
         reason = _out_of_memory(str(error))
         if reason is None:
             raise
-        return Compiled(False, reason, seconds=time.perf_counter() - began)
+        return Compiled(False, reason, seconds=time.perf_counter() - began, quick=quick)
     seconds = time.perf_counter() - began
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     return Compiled(
@@ -172,6 +179,7 @@ def compile_step(run: AbstractRun, num_slices: int = 1) -> Compiled:
         program=sizes.generated_code_size_in_bytes,
         counts=Program(text, num_slices).count(),
         seconds=seconds,
+        quick=quick,
         text=text,
     )
 

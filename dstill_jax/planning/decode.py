@@ -35,9 +35,17 @@ _STOP_TOKENS = 8
 
 
 def plan_decoding(
-    config: RunConfig, slice_name: str, rows: int, capacity: int, *, shape: DrafterShape | None = None
+    config: RunConfig,
+    slice_name: str,
+    rows: int,
+    capacity: int,
+    *,
+    shape: DrafterShape | None = None,
+    quick: bool = False,
 ) -> dict[str, Any]:
     """Compiles a greedy round of `rows` requests of up to `capacity` tokens, drafted in one pass; see `decode_text`.
+
+    `shape` and `quick` as in `planning.plan`.
 
     Raises UserError as `planning.plan`, and when the rows do not divide over the slice.
     """
@@ -47,7 +55,7 @@ def plan_decoding(
     drafter = drafter_config(config, target, shape)
     mesh = decoding_mesh(target, drafter, place)
     run = abstract_round(target, drafter, mesh, rows, capacity, devices, jnp.dtype(config.compute_dtype))
-    compiled = compile_step(run, place.num_slices)
+    compiled = compile_step(run, place.num_slices, quick=quick)
     values: dict[str, Any] = {
         "note": NOTE,
         "slice": slice_values(place),
@@ -61,6 +69,7 @@ def plan_decoding(
         "fits": compiled.fits,
         "reason": compiled.reason,
         "compile_seconds": round(compiled.seconds, 1),
+        "quick": compiled.quick,
         "argument_bytes_by_kind": {
             "target params": device_bytes(run.frozen.target),
             "drafter params": device_bytes(run.frozen.drafter),

@@ -15,12 +15,14 @@ from dstill_jax.runs import RunConfig
 from dstill_jax.sharding.mesh import MeshConfig
 
 
-def plan(config: RunConfig, slice_name: str, *, shape: DrafterShape | None = None) -> dict[str, Any]:
+def plan(
+    config: RunConfig, slice_name: str, *, shape: DrafterShape | None = None, quick: bool = False
+) -> dict[str, Any]:
     """Compiles the run's train step for the slice; see `report.plan_values` for what comes back.
 
     A mesh of another size than the slice is fitted to it first (`fit_to_slice`). `shape` is the drafter's where the
-    folder that the run goes on from is not there yet. Features are computed in the step, as `dstill train` does unless
-    the dataset stores them.
+    folder that the run goes on from is not there yet; `quick` as in `compile_step`. Features are computed in the step,
+    as `dstill train` does unless the dataset stores them.
 
     Raises UserError: unknown slice, no libtpu, a target of unknown shape, a mesh that does not divide.
     """
@@ -28,7 +30,7 @@ def plan(config: RunConfig, slice_name: str, *, shape: DrafterShape | None = Non
     devices = slice_devices(place)
     target = require_target(config.target)
     config, changed = fit_to_slice(config, place)
-    return _plan(config, place, devices, target, drafter_config(config, target, shape), changed)
+    return _plan(config, place, devices, target, drafter_config(config, target, shape), changed, quick)
 
 
 def _plan(
@@ -38,9 +40,11 @@ def _plan(
     target: TargetConfig,
     drafter: DrafterConfig,
     changed: dict[str, Any],
+    quick: bool,
 ) -> dict[str, Any]:
     run = abstract_run(config, target, drafter, devices)
-    return plan_values(config, place, target, drafter, run, compile_step(run, place.num_slices), changed)
+    compiled = compile_step(run, place.num_slices, quick=quick)
+    return plan_values(config, place, target, drafter, run, compiled, changed)
 
 
 def fit_to_slice(config: RunConfig, place: Slice) -> tuple[RunConfig, dict[str, Any]]:
@@ -110,6 +114,7 @@ def search(
     limit: int = 12,
     report: Callable[[str], None] | None = None,
     shape: DrafterShape | None = None,
+    quick: bool = False,
 ) -> list[dict[str, Any]]:
     """Plans up to `limit` settings, best first: highest bound on tokens a second among those that fit.
 
@@ -126,7 +131,7 @@ def search(
         if any(_needs_more(made, other) for other in too_big):
             continue
         try:
-            values = _plan(made, place, devices, target, drafter, changed)
+            values = _plan(made, place, devices, target, drafter, changed, quick)
         except UserError:  # heads, vocabulary or width do not divide over this mesh
             continue
         results.append(values)

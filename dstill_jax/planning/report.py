@@ -12,6 +12,9 @@ from dstill_jax.planning.model_flops import step_flops
 from dstill_jax.runs import RunConfig
 
 NOTE = "compiled for this slice, not run on it: times are lower bounds, rates are upper bounds"
+QUICK_NOTE = (
+    "compiled at the lowest effort (--quick): the real program moves less in HBM, and may need a tenth more memory"
+)
 PAPER_SAMPLES = 800_000  # conversations of the published recipe (arXiv 2602.06036)
 
 
@@ -54,6 +57,7 @@ def plan_values(
         "fits": compiled.fits,
         "reason": compiled.reason,
         "compile_seconds": round(compiled.seconds, 1),
+        "quick": compiled.quick,
         "argument_bytes_by_kind": run.argument_bytes(),
         "model_flops_per_step": vars(flops) | {"total": flops.total},
     }
@@ -192,6 +196,7 @@ def _text(values: dict[str, Any], lines: list[str]) -> str:
     lines = [
         *lines,
         *(f"not counted: {note}" for note in values.get("uncounted", ())),
+        *([QUICK_NOTE] if values.get("quick") else []),
         "These are bounds from the compiled program and published peaks. Nothing was run.",
     ]
     wrapped = [

@@ -103,6 +103,14 @@ class CheckpointStore:
     def path(self, step: int) -> epath.Path:
         return self.directory / str(step)
 
+    def describe_best(self) -> str:
+        """Which checkpoint is the best so far by `keep_best`, in a few words; "" when there is none."""
+        if self._keep_best is None:
+            return ""
+        with contextlib.suppress(UserError):
+            return f"the best by {' '.join(self._keep_best)} is of step {best_step(self.directory, *self._keep_best)}"
+        return ""
+
     def save(
         self,
         state: TrainState,
@@ -205,21 +213,23 @@ def load_params(
     *,
     step: int | None = None,
     sharding: jax.sharding.Sharding | None = None,
+    like: Params | None = None,
 ) -> Params:
     """The weights of a checkpoint alone, float32: the moving average, or the raw parameters. Nothing else is read.
 
     `directory` is a run folder, its checkpoint folder, or the folder of one step; `step` defaults to the newest. The
-    arrays are placed by `sharding`, by default on the first device.
+    arrays are placed as those of `like` are, or all by `sharding`, by default on the first device.
     """
     if which not in ("ema", "params"):
         raise UserError(f"which={which!r} is not stored as weights; use 'ema' or 'params'")
     path = _step_folder(_folder(directory), step)
     stored, _ = _read_metadata(path)
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = {(which, *_keys(p)): x.sharding for p, x in jax.tree_util.tree_leaves_with_path(like)}
     abstract: dict[str, Any] = {}
     for keys, (shape, dtype) in stored.items():
         if keys[0] == which:
-            _insert(abstract, keys, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+            _insert(abstract, keys, jax.ShapeDtypeStruct(shape, dtype, sharding=places.get(keys, sharding)))
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:

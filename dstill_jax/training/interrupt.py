@@ -18,11 +18,11 @@ from dstill_jax.sharding import hosts
 class Interrupted(Exception):
     """A run stopped at a signal, with everything saved. Running the same command again continues it."""
 
-    def __init__(self, signum: int, step: int, total_steps: int, checkpoint: Path | None) -> None:
+    def __init__(self, signum: int, step: int, total_steps: int, checkpoint: Path | None, note: str = "") -> None:
         self.signum, self.step, self.total_steps, self.checkpoint = signum, step, total_steps, checkpoint
         saved = "nothing to save yet" if checkpoint is None else f"saved in {checkpoint}"
         super().__init__(
-            f"stopped by {signal.Signals(signum).name} after step {step} of {total_steps}, {saved};"
+            f"stopped by {signal.Signals(signum).name} after step {step} of {total_steps}, {saved}{note and '; ' + note};"
             " run the same command again to resume"
         )
 

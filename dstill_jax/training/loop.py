@@ -150,7 +150,7 @@ class _Run:
                 last = done == total or stop is not None
                 checkpoint = self._store.save(state, self._identity, values, wait=last)
             if stop is not None and done < total:
-                raise Interrupted(stop, done, total, checkpoint)
+                raise Interrupted(stop, done, total, checkpoint, self._store.describe_best())
             if saves or self._on_step is not None:
                 clock.restart()
         return state

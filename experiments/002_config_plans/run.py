@@ -1,10 +1,11 @@
 """Plans the runs of `configs/` for TPU slices that are not attached, and writes the plans into their docstrings.
 
-    python experiments/002_config_plans/run.py                                          (every target, both stages)
+    python experiments/002_config_plans/run.py --quick                                  (every target, both stages)
     python experiments/002_config_plans/run.py qwen3_8b_stage1 --slices v6e-16 v5p-8
 
 Hardware: no TPU; any Linux x86-64 machine with `jax[tpu]` installed. Up to 4 minutes of CPU time and 3.6 GB of memory for each
-plan, 16 plans in all. Plans are *compiled for* a slice; nothing runs on one. A file is rewritten when all its plans are there.
+plan, 1 minute with --quick; 16 plans in all. Plans are *compiled for* a slice; nothing runs on one. A file is rewritten when
+all its plans are there.
 """
 
 import argparse
@@ -21,9 +22,9 @@ _UNPLANNED = re.compile(
 )
 
 
-def planned(path: Path, slice_name: str) -> str:
+def planned(path: Path, slice_name: str, quick: bool) -> str:
     """What `dstill plan` prints, each in a process of its own: a compiler that aborts takes no other plan with it."""
-    command = [sys.executable, "-m", "dstill_jax.cli", "plan", str(path), "--slice", slice_name]
+    command = [sys.executable, "-m", "dstill_jax.cli", "plan", str(path), "--slice", slice_name, *["--quick"] * quick]
     done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{path.name} for {slice_name}: {done.stderr.strip()[-2000:]}")
@@ -44,10 +45,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="files of configs/, without .py; by default all that name a TPU slice")
     parser.add_argument("--slices", nargs="+", default=SLICES)
+    parser.add_argument("--quick", action="store_true", help="compile at the lowest effort (docs/planning.md)")
     args = parser.parse_args()
     for name in args.names or [f"{target}_stage{stage}" for stage in (1, 2) for target in TARGETS]:
         path = CONFIGS / f"{name}.py"
-        plans = [planned(path, slice_name) for slice_name in args.slices]
+        plans = [planned(path, slice_name, args.quick) for slice_name in args.slices]
         path.write_text(with_plans(path.read_text(), path.name, plans))
         print(f"{path.name}: {', '.join(args.slices)}", flush=True)
 

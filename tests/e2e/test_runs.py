@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.overrides import override
 from dstill_jax.runs import RunConfig, refreshed_runs, run_stage
-from dstill_jax.training import OptimizerConfig, TrainConfig, read_jsonl
+from dstill_jax.training import OptimizerConfig, TrainConfig, latest_step, load_params, read_jsonl
 from dstill_jax.weights.load import load_drafter, load_target
 
 TARGET = str(Path(__file__).parents[1] / "reference" / "qwen3_tiny" / "target")
@@ -49,7 +50,7 @@ def stage_one(data: str, out: Path, steps: int = 12) -> RunConfig:
         out=str(out),
         objective=StageOneConfig(views=ViewMix(0.4, 0.3, 0.2, 0.1), late_views=ViewMix(0.8, 0.1, 0.1)),
         optimizer=OptimizerConfig(learning_rate=5e-3, ema_decay=0.5),
-        train=TrainConfig(total_steps=steps, save_every=4, progress=False),
+        train=TrainConfig(total_steps=steps, save_every=4, progress=False, keep_best=("train/loss", "max")),
         batches=PipelineConfig(seq_len=64, batch_size=2, mode="pack"),
         new=DrafterShape(mask_token_id=208, num_layers=2, block_size=4, num_taps=2, init_from_layers=(5, 7)),
         anchors_per_row=6,
@@ -110,6 +111,29 @@ def test_the_loss_falls_and_the_drafter_loads(whole: dict[str, RunConfig]) -> No
     drafter = load_drafter(f"{whole['stage2'].out}/drafter", target)
     assert drafter.target_fingerprint == target.fingerprint
     assert drafter.config.block_size == 4
+
+
+def test_the_best_checkpoint_is_exported_beside_the_last(whole: dict[str, RunConfig]) -> None:
+    """By the *highest* loss here, so that it is not the last one; `dstill export RUN/drafter_best` is then all it takes."""
+    out, lines = Path(whole["stage1"].out), []
+    run_stage(whole["stage1"], report=lines.append)
+    loss = {r["step"]: r["train/loss"] for r in read_jsonl(out / "metrics.jsonl") if r["step"] % 4 == 0}
+    best = max(loss, key=lambda step: loss[step])
+    assert best < 12 and latest_step(out) == 12
+    assert lines[-1].endswith(f"{out}/drafter_best the best by train/loss max, of step {best}")
+    target = load_target(TARGET)
+    exported = {
+        step: load_drafter(out / name, target).params for step, name in ((12, "drafter"), (best, "drafter_best"))
+    }
+    averages = {step: load_params(out, step=step) for step in exported}
+    for step in exported:
+        for name in ("layers_0", "layers_1", "norm"):
+            jax.tree.map(np.testing.assert_array_equal, exported[step][name], averages[step][name])
+    # The scale of the taps is folded into both alike.
+    scales = [
+        np.asarray(exported[step]["fc"]["kernel"]) / np.asarray(averages[step]["fc"]["kernel"]) for step in exported
+    ]
+    np.testing.assert_allclose(scales[0], scales[1], rtol=1e-5)
 
 
 def test_a_finished_run_is_found_complete(whole: dict[str, RunConfig]) -> None:

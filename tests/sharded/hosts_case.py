@@ -29,7 +29,7 @@ from dstill_jax.data.templates import TemplateConfig
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
 from dstill_jax.models.drafter import Memory
-from dstill_jax.runs import RunConfig, run_stage
+from dstill_jax.runs import BEST, RunConfig, run_stage
 from dstill_jax.sharding import MeshConfig, hosts
 from dstill_jax.training import Interrupted, read_jsonl
 from dstill_jax.weights import load
@@ -103,7 +103,8 @@ def everything(root: Path, mesh: dict[str, int]) -> dict[str, Any]:
     settings = EvaluationConfig(max_new_tokens=8, batch_size=2, timed_prompts=1)
     result, answers = measure(target, arms, prompts, settings, prompts_name="five")
     logs = {name: read_jsonl(root / name / "metrics.jsonl") for name in ("stage1", "stage2")}
-    weights = jax.tree.leaves(arms[1].drafter.params)
+    best = load.load_drafter(str(root / "stage2" / BEST), target)
+    weights = jax.tree.leaves((arms[1].drafter.params, best.params))
     return {
         "rows": summary.rows,
         "data": json.loads((root / "data" / "dataset" / "provenance.json").read_text())["content_sha256"],
@@ -118,29 +119,48 @@ def everything(root: Path, mesh: dict[str, int]) -> dict[str, Any]:
 
 def start(function: str, root: Path, processes: int, devices: int, **arguments: Any) -> list[subprocess.Popen]:
     """The processes of one job, each with so many simulated devices; standard error goes to ROOT.INDEX.log."""
+    port = free_port()
+    command = [sys.executable, str(Path(__file__)), function, str(root), json.dumps(arguments)]
+    jobs = [[port, str(processes), str(index)] if processes > 1 else [] for index in range(processes)]
+    return [_process([*command, *job], root, index, devices) for index, job in enumerate(jobs)]
+
+
+def start_train(config: Path, root: Path, processes: int) -> list[subprocess.Popen]:
+    """As `start`: `dstill train` with that config file, its run folder in `root`; one device in each process."""
+    command = [sys.executable, "-m", "dstill_jax.cli", "train", str(config), f"out={root / 'stage1'}"]
+    job = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes), "--process-id"]
+    return [_process([*command, *job, str(index)], root, index, 1) for index in range(processes)]
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
+        return str(free.getsockname()[1])
+
+
+def _process(command: list[str], root: Path, index: int, devices: int) -> subprocess.Popen:
     root.parent.mkdir(parents=True, exist_ok=True)
-    for index in range(processes):
-        job = [str(port), str(processes), str(index)] if processes > 1 else []
-        command = [sys.executable, str(Path(__file__)), function, str(root), json.dumps(arguments), *job]
-        with open(f"{root}.{index}.log", "ab") as log:
-            started.append(
-                subprocess.Popen(
-                    command, env=sharded_case.environment(devices), stdout=subprocess.PIPE, stderr=log, text=True
-                )
-            )
-    return started
+    environment = sharded_case.environment(devices) | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        # What one job of a test compiles, the next one finds.
+        "JAX_COMPILATION_CACHE_DIR": str(root.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    with open(f"{root}.{index}.log", "ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
 def finish(started: Sequence[subprocess.Popen], root: Path) -> list[Any]:
-    """What each process of a job printed; all have ended well."""
-    printed = [process.communicate()[0] for process in started]
+    """What each process of a job of this file returned; all have ended well."""
+    return [json.loads(text.splitlines()[-1]) for text in printed(started, root)]
+
+
+def printed(started: Sequence[subprocess.Popen], root: Path) -> list[str]:
+    """Standard output of each process; all have ended well."""
+    texts = [process.communicate()[0] for process in started]
     for index, process in enumerate(started):
         assert process.returncode == 0, Path(f"{root}.{index}.log").read_text()[-4000:]
-    return [json.loads(text.splitlines()[-1]) for text in printed]
+    return texts
 
 
 def stage_one(root: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0) -> dict[str, Any]:
@@ -155,8 +175,6 @@ def stage_one(root: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0
 
 
 def main(function: str, root: str, arguments: str, port: str = "", processes: str = "1", index: str = "0") -> int:
-    jax.config.update("jax_disable_most_optimizations", True)
-
     def work() -> int:
         print(json.dumps(globals()[function](Path(root), **json.loads(arguments))), flush=True)
         return 0

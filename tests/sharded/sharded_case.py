@@ -141,7 +141,8 @@ def curves(stage: str, mesh: dict, memory: dict | None = None, **options) -> dic
     compiled = step.lower(state, frozen, place(batch_of(0))).compile()
     values: dict[str, Any] = {}
     for i in range(options.get("steps", 4)):
-        state, metrics = compiled(state, frozen, place(batch_of(i)))
+        with jax.transfer_guard("disallow"):  # but for copies that are asked for, such as `place`
+            state, metrics = compiled(state, frozen, place(batch_of(i)))
         for name, (total, weight) in jax.device_get(metrics).items():
             values.setdefault(name, []).append(float(total / max(weight, 1e-9)))
     for name in ("params", "ema"):

@@ -16,6 +16,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from dstill_jax.errors import UserError
 from dstill_jax.sharding import hosts
 from dstill_jax.sharding.hosts import Launch, find_launch
+from dstill_jax.training import latest_step
 
 BOUND = 1e-5  # as in test_sharded_runs.py: sums over devices in another order
 CLUSTERS = ("SLURM_", "TPU_", "MEGASCALE_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "PMI_")
@@ -149,25 +150,72 @@ def test_a_run_of_four_processes_goes_on_in_one_and_in_two(tmp_path: Path) -> No
     np.testing.assert_allclose(ended["weights"], expected["weights"], rtol=20 * BOUND, atol=1e-6)
 
 
-@pytest.mark.slow
+CONFIG_FILE = """
+from pathlib import Path
+import hosts_case
+CONFIG = hosts_case.run_configs(Path({root!r}), {mesh!r}, {steps})[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """(config file, drafter) of `dstill train` in four processes: long enough to be stopped in its middle."""
+    root = tmp_path_factory.mktemp("prepared")
+    hosts_case.made_data(root)
+    config = root / "run.py"
+    config.write_text(CONFIG_FILE.format(root=str(root), mesh={"data": 2, "fsdp": 2}, steps=40))
+    whole = root / "whole"
+    (path, *others) = hosts_case.printed(hosts_case.start_train(config, whole, 4), whole)
+    drafter = str(whole / "stage1" / "drafter")
+    assert path.splitlines()[-1] == drafter and not any(drafter in text for text in others), "said once"
+    return config, drafter_bytes(whole)
+
+
+@pytest.mark.slow  # half a minute each, and as much for the run without interruption
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_process_ends_the_others_with_a_line_and_the_run_goes_on(tmp_path: Path, victim: int) -> None:
-    settings = {"mesh": {"data": 2, "fsdp": 2}, "steps": 24, "seconds": 0.2}
-    whole = hosts_case.start("stage_one", tmp_path / "whole", 4, 1, **settings)
-    expected = hosts_case.finish(whole, tmp_path / "whole")
+def test_a_killed_process_ends_the_others_with_a_line_and_the_run_goes_on(
+    tmp_path: Path, uninterrupted: tuple[Path, bytes], victim: int
+) -> None:
+    config, expected = uninterrupted
     root = tmp_path / "killed"
-    started = hosts_case.start("stage_one", root, 4, 1, **settings)
+    started = hosts_case.start_train(config, root, 4)
     wait_for_step(root, 5, started)
     started[victim].kill()
     killed = time.monotonic()
+    others = sorted(set(range(4)) - {victim})
     for process in started:
-        assert process.wait(timeout=max(1, 60 - (time.monotonic() - killed))) != 0
-    for index in set(range(4)) - {victim}:
-        lines = [line for line in Path(f"{root}.{index}.log").read_text().splitlines() if line.startswith("dstill: ")]
+        process.communicate(timeout=max(1, 60 - (time.monotonic() - killed)))
+        assert process.returncode != 0
+    # Of a process that jax ends, a shell has the last word, a moment later.
+    while not all(said := [own_lines(root, index) for index in others]):
+        assert time.monotonic() - killed < 60, said
+        time.sleep(0.05)
+    print(f"process {victim} of 4 killed: the others have ended, and said so, after {time.monotonic() - killed:.1f} s")
+    assert 5 <= read_steps(root) < 40
+    for lines in said:
         assert len(lines) == 1 and "run the same command on all hosts" in lines[0], lines
         assert "process 2 has not answered" in lines[0] if victim else "process 0 is gone" in lines[0]
-    again = hosts_case.finish(hosts_case.start("stage_one", root, 4, 1, **settings), root)
-    assert again == expected
+    hosts_case.printed(hosts_case.start_train(config, root, 4), root)
+    assert drafter_bytes(root) == expected
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_saves_and_ends_all_with_0_and_one_line(
+    tmp_path: Path, uninterrupted: tuple[Path, bytes]
+) -> None:
+    config, expected = uninterrupted
+    root = tmp_path / "stopped"
+    started = hosts_case.start_train(config, root, 4)
+    wait_for_step(root, 5, started)
+    started[3].send_signal(signal.SIGTERM)
+    hosts_case.printed(started, root)
+    reached = latest_step(root / "stage1")
+    assert reached is not None and 5 <= reached < 40
+    said = [Path(f"{root}.{index}.log").read_text().count("run the same command again to resume") for index in range(4)]
+    assert said == [1, 0, 0, 0]
+    assert f"stopped by SIGTERM after step {reached} of 40" in Path(f"{root}.0.log").read_text()
+    hosts_case.printed(hosts_case.start_train(config, root, 4), root)
+    assert drafter_bytes(root) == expected
 
 
 @pytest.mark.slow
@@ -184,13 +232,18 @@ def test_signals_at_random_moments_to_one_process_of_four_change_no_bit(tmp_path
         time.sleep(random_moments.random() * 3)
         started[random_moments.randrange(4)].send_signal(random_moments.choice((signal.SIGKILL, signal.SIGTERM)))
         for process in started:
-            process.wait(timeout=120)
+            process.communicate(timeout=120)
     hosts_case.finish(hosts_case.start("stage_one", root, 4, 1, **settings), root)
     assert drafter_bytes(root) == drafter_bytes(tmp_path / "whole")
 
 
 def drafter_bytes(root: Path) -> bytes:
     return (root / "stage1" / "drafter" / "model.safetensors").read_bytes()
+
+
+def own_lines(root: Path, index: int) -> list[str]:
+    """What `dstill` itself, not jax, has said on a process's standard error."""
+    return [line for line in Path(f"{root}.{index}.log").read_text().splitlines() if line.startswith("dstill: ")]
 
 
 def read_steps(root: Path) -> int:

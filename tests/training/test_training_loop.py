@@ -113,6 +113,15 @@ def test_a_signal_saves_at_the_step_it_came_in_and_says_how_to_resume(tmp_path, 
     assert_equals(tmp_path, run_toy(tmp_path), uninterrupted)
 
 
+def test_a_run_that_keeps_the_best_says_which_it_is_when_it_stops(tmp_path):
+    def send(step, state):
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match=r"saved in .*/13; the best by train/loss max is of step 10; run the same"):
+        run_toy(tmp_path, on_step=send, keep_best=("train/loss", "max"))
+
+
 def test_a_signal_during_compilation_stops_after_the_first_step(tmp_path, uninterrupted):
     def loss(*args):  # runs once, while the step is traced
         os.kill(os.getpid(), signal.SIGTERM)

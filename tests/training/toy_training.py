@@ -14,6 +14,7 @@ import numpy as np
 from dstill_jax.training import Interrupted, OptimizerConfig, TrainConfig, train
 
 WIDTH, VOCAB, ROWS, LENGTH = 8, 11, 4, 6
+EVALUATING = "evaluating"  # a file that is in the run folder while `evaluation` works
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.1)
 
 
@@ -62,12 +63,29 @@ def run_toy(run_dir: Path, *, data=None, loss_fn=toy_loss, on_step=None, metadat
     return train(loss_fn, toy_frozen(), toy_params(), data, train_config, optimizer, run_dir, metadata, on_step)
 
 
+def evaluation(run_dir: Path, every: int = 5, seconds: float = 0.0):
+    """An `on_step` that measures something of the weights every few steps, and takes its time."""
+
+    def on_step(step: int, state: dict) -> dict | None:
+        if step % every:
+            return None
+        (run_dir / EVALUATING).touch()
+        time.sleep(seconds)
+        value = float(jnp.square(state["ema"]["head"]["kernel"]).sum())
+        (run_dir / EVALUATING).unlink()
+        return {"eval/norm": value}
+
+    return on_step
+
+
 if __name__ == "__main__":
     overrides = {k: int(v) for k, v in (a.split("=") for a in sys.argv[2:])}
     delay = overrides.pop("delay_ms", 0) / 1000
+    evaluated = overrides.pop("evaluate_ms", None)
+    on_step = None if evaluated is None else evaluation(Path(sys.argv[1]), seconds=evaluated / 1000)
     source = ToyData(overrides.get("accumulate_steps", 1), empty=(5, 31), delay=delay)
     try:
-        run_toy(Path(sys.argv[1]), data=source, **overrides)
+        run_toy(Path(sys.argv[1]), data=source, on_step=on_step, **overrides)
     except Interrupted as e:
         print(e)
         sys.exit(130)
