@@ -19,10 +19,11 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_every_arm_of_the_bench_is_a_run_that_starts_from_an_arm_before_it(bench, block_size):
+def test_every_arm_of_the_bench_is_a_run_that_starts_from_an_arm_before_it(bench, block_size, size):
     grid = bench("grid")
-    arms, seen = grid.arms(block_size), set()
+    arms, seen = grid.arms(block_size, size), set()
     for name, arm in arms.items():
         folders = {other: f"runs/{other}" for other in seen}
         run = grid.run_config(arm, block_size, 1, "tiny", "data", "out", folders)

@@ -25,11 +25,12 @@ BATCH = 64
 _TREES = (16, 64)
 
 
-def run_cell(root: Path, target_folder: str, block_size: int, seed: int, name: str, *, final: bool) -> None:
+def run_cell(root: Path, target_folder: str, size: str, block_size: int, seed: int, name: str, *, final: bool) -> None:
     """Trains and measures one cell; `final` measures on the last prompts, too."""
-    arm = arms(block_size)[name]
+    grid = arms(block_size, size)
+    arm = grid[name]
     target = load_target(target_folder)
-    train_cell(root, target_folder, target, arm, block_size, seed, name)
+    train_cell(root, target_folder, target, grid, block_size, seed, name)
     for which in ("choosing", "final") if final else ("choosing",):
         measure_cell(root, target, arm, block_size, seed, name, which)
 
@@ -42,8 +43,8 @@ def train_cell(root: Path, target_folder: str, target: Target, arm: Arm, block_s
     out = cell_folder(root, block_size, seed, name)
     if (out / "drafter").exists():  # it is written when the training is complete
         return
-    folders = {other: str(cell_folder(root, block_size, seed, other) / "drafter") for other in arms(block_size)}
-    config = run_config(arm, block_size, seed, target_folder, str(root / "train"), str(out), folders)
+    folders = {other: str(cell_folder(root, block_size, seed, other) / "drafter") for other in grid}
+    config = run_config(grid[name], block_size, seed, target_folder, str(root / "train"), str(out), folders)
     run_stage(config, target=target)
 
 

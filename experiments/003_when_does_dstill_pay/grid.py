@@ -17,7 +17,9 @@ from dstill_jax.training.config import OptimizerConfig, TrainConfig
 PROMPT_TOKENS, NEW_TOKENS = 80, 96
 TAPS = (0, 1, 2)  # all layers of the tiny target but the last
 GAMMA = {8: 4.0, 16: 7.0}
-PLAIN, VIEWS, DISTIL = 8000, 2000, 2000  # steps: plain from scratch, partly revealed views, second stage
+STEPS = {"small": (8000, 2000, 2000), "large": (16000, 4000, 4000)}
+"""By size of the data: steps of plain training from scratch, of partly revealed views, and of the second stage."""
+
 STEP_COST = {8: 1.7, 16: 2.4}
 """Time of a stage-2 step over that of a plain one: medians of 60 steps, one thread (`costs.py`)."""
 
@@ -44,23 +46,24 @@ def _slotwise(gamma: float, **changes: object) -> LossConfig:
     return LossConfig(TermWeights(data_ce=1.0), TermWeights(teacher_kl=1.0), gamma=gamma, **changes)  # type: ignore[arg-type]
 
 
-def arms(block_size: int) -> dict[str, Arm]:
-    """All arms at a block size, each after those it starts from."""
+def arms(block_size: int, size: str) -> dict[str, Arm]:
+    """All arms at a block size and a size of the data, each after those it starts from."""
     gamma = GAMMA[block_size]
+    first, views_steps, then = STEPS[size]
     plain = dflash_baseline(LossConfig(gamma=gamma))
     views = StageOneConfig(LossConfig(gamma=gamma), ViewMix(0.35, 0.35, 0.30), ViewMix(0.8, 0.1, 0.1))
     auf = dflash_baseline(LossConfig(gamma=gamma, weighting="auf"))
     distil = StageTwoConfig(_slotwise(gamma))
-    equal = round(DISTIL * STEP_COST[block_size])  # plain steps that take as long as stage 2
+    equal = round(then * STEP_COST[block_size])  # plain steps that take as long as stage 2
 
     found = {
-        "a1": Arm("plain cross-entropy from scratch", plain, PLAIN),
-        "s1": Arm("a1, then partly revealed blocks", views, VIEWS, "a1", refined=True),
-        "a1c": Arm("s1, then plain: control at equal steps", plain, DISTIL, "s1"),
-        "auf": Arm("s1, then AUF at equal steps", auf, DISTIL, "s1"),
-        "dstill": Arm("s1, then stage 2: data on slot 1, teacher's KL behind", distil, DISTIL, "s1", refined=True),
-        "a1_compute": Arm("a1, then plain for the compute of s1 and stage 2", plain, VIEWS + equal, "a1"),
-        "auf_compute": Arm("a1, then AUF for the compute of s1 and stage 2", auf, VIEWS + equal, "a1"),
+        "a1": Arm("plain cross-entropy from scratch", plain, first),
+        "s1": Arm("a1, then partly revealed blocks", views, views_steps, "a1", refined=True),
+        "a1c": Arm("s1, then plain: control at equal steps", plain, then, "s1"),
+        "auf": Arm("s1, then AUF at equal steps", auf, then, "s1"),
+        "dstill": Arm("s1, then stage 2: data on slot 1, teacher's KL behind", distil, then, "s1", refined=True),
+        "a1_compute": Arm("a1, then plain for the compute of s1 and stage 2", plain, views_steps + equal, "a1"),
+        "auf_compute": Arm("a1, then AUF for the compute of s1 and stage 2", auf, views_steps + equal, "a1"),
     }
     # One change to `dstill` at a time, tried at block 8.
     changes = {
@@ -78,17 +81,17 @@ def arms(block_size: int) -> dict[str, Arm]:
         "confidence": ("teacher of 4 passes by confidence", {"order": "confidence", "passes": 4}),
     }
     for name, (about, fields) in changes.items():
-        found[f"dstill_{name}"] = Arm(f"dstill, {about}", replace(distil, **fields), DISTIL, "s1")
-    found["refresh"] = Arm("dstill once more, its student the teacher", distil, DISTIL, "dstill")
-    found["dstill_long"] = Arm("stage 2, three times as long", distil, 3 * DISTIL, "s1")
-    found |= _short(gamma)
+        found[f"dstill_{name}"] = Arm(f"dstill, {about}", replace(distil, **fields), then, "s1")
+    found["refresh"] = Arm("dstill once more, its student the teacher", distil, then, "dstill")
+    found["dstill_long"] = Arm("stage 2, three times as long", distil, 3 * then, "s1")
+    found |= _short(gamma, first // 4)
     for layers in (4,):
         deep = {
-            "a1": Arm(f"plain, {layers} layers", plain, PLAIN, num_layers=layers),
-            "s1": Arm("then partly revealed blocks", views, VIEWS, "a1", refined=True),
-            "a1c": Arm("control", plain, DISTIL, "s1"),
-            "auf": Arm("AUF", auf, DISTIL, "s1"),
-            "dstill": Arm("stage 2", distil, DISTIL, "s1"),
+            "a1": Arm(f"plain, {layers} layers", plain, first, num_layers=layers),
+            "s1": Arm("then partly revealed blocks", views, views_steps, "a1", refined=True),
+            "a1c": Arm("control", plain, then, "s1"),
+            "auf": Arm("AUF", auf, then, "s1"),
+            "dstill": Arm("stage 2", distil, then, "s1"),
         }
         for name, arm in deep.items():
             start = None if arm.start is None else f"deep_{arm.start}"
@@ -96,9 +99,9 @@ def arms(block_size: int) -> dict[str, Arm]:
     return found
 
 
-def _short(gamma: float) -> dict[str, Arm]:
+def _short(gamma: float, steps: int) -> dict[str, Arm]:
     """What makes a drafter learn faster at all: a quarter of the steps, one change each."""
-    base = Arm("plain, a quarter of the steps", dflash_baseline(LossConfig(gamma=gamma)), PLAIN // 4)
+    base = Arm("plain, a quarter of the steps", dflash_baseline(LossConfig(gamma=gamma)), steps)
     kl, l1 = TermWeights(data_ce=0.5, target_kl=0.5), TermWeights(data_ce=0.1, target_l1=0.9)
     losses = {
         "kl": ("half of the loss the target's distribution", LossConfig(kl, kl, gamma=gamma)),

@@ -17,14 +17,14 @@ HERE = Path(__file__).resolve().parent
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
-def wanted_cells(blocks: list[int], seeds: list[int], names: list[str] | None) -> list[tuple[int, int, str]]:
+def wanted_cells(blocks: list[int], seeds: list[int], names: list[str] | None, size: str) -> list[tuple[int, int, str]]:
     """(block size, seed, arm), each after the cell that it starts from, which is added where it was not asked for."""
     from grid import arms
 
     cells: list[tuple[int, int, str]] = []
     for seed in seeds:
         for block in blocks:
-            grid = arms(block)
+            grid = arms(block, size)
             if unknown := sorted(set(names or ()) - set(grid)):
                 raise SystemExit(f"no arm {', '.join(unknown)}; the arms are {', '.join(grid)}")
             for name in names or grid:
@@ -37,7 +37,7 @@ def wanted_cells(blocks: list[int], seeds: list[int], names: list[str] | None) -
     return cells
 
 
-def run_cells(root: Path, target: str, cells: list[tuple[int, int, str]], jobs: int, final: bool) -> None:
+def run_cells(root: Path, target: str, size: str, cells: list[tuple[int, int, str]], jobs: int, final: bool) -> None:
     """Each cell in a process of one thread, as soon as the one it starts from is done."""
     from grid import arms
 
@@ -55,10 +55,10 @@ def run_cells(root: Path, target: str, cells: list[tuple[int, int, str]], jobs: 
             print(f"{time.strftime('%H:%M:%S')} {cell} done", flush=True)
         for cell in list(waiting):
             block, seed, name = cell
-            start = arms(block)[name].start
+            start = arms(block, size)[name].start
             if len(running) < jobs and (start is None or (block, seed, start) in done):
                 waiting.remove(cell)
-                running[cell] = _start(root, target, cell, final)
+                running[cell] = _start(root, target, size, cell, final)
         time.sleep(0.5)
 
 
@@ -66,9 +66,9 @@ def _log(root: Path, cell: tuple[int, int, str]) -> Path:
     return root / "logs" / ("-".join(map(str, cell)) + ".log")
 
 
-def _start(root: Path, target: str, cell: tuple[int, int, str], final: bool) -> subprocess.Popen:
+def _start(root: Path, target: str, size: str, cell: tuple[int, int, str], final: bool) -> subprocess.Popen:
     block, seed, name = cell
-    call = f"run_cell(Path({str(root)!r}), {target!r}, {block}, {seed}, {name!r}, final={final})"
+    call = f"run_cell(Path({str(root)!r}), {target!r}, {size!r}, {block}, {seed}, {name!r}, final={final})"
     code = f"from pathlib import Path; from cell import run_cell; {call}"
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"XLA_FLAGS": ONE_THREAD, "PYTHONPATH": path}
@@ -93,8 +93,8 @@ def main() -> None:
     if not args.table:
         from texts import make_texts
 
-        cells = wanted_cells(args.blocks, args.seeds, args.arms)
-        run_cells(root, make_texts(root, args.data), cells, args.jobs, args.final)
+        cells = wanted_cells(args.blocks, args.seeds, args.arms, args.data)
+        run_cells(root, make_texts(root, args.data), args.data, cells, args.jobs, args.final)
     from tables import write_results
 
     write_results(args.root, HERE / "results.json")

@@ -29,7 +29,7 @@ def write_results(root: Path, path: Path) -> None:
         results[size] = {"prompts": count(root / size)}
         for which in _SETS:
             for block in (8, 16):
-                lines = _lines(root / size, block, which)
+                lines = _lines(root / size, size, block, which)
                 if lines:
                     results[size][f"block {block}, {which}"] = lines
                     _print(f"{size} data, block {block}, prompts for {which}", lines)
@@ -54,8 +54,8 @@ def _counts(measured: dict[int, dict[str, Any]], label: str, seeds: list[int]) -
     return committed, rounds
 
 
-def _lines(root: Path, block: int, which: str) -> list[dict[str, Any]]:
-    grid = arms(block)
+def _lines(root: Path, size: str, block: int, which: str) -> list[dict[str, Any]]:
+    grid = arms(block, size)
     everything = {name: _measured(root, block, name, which) for name in grid}
     lines = []
     for name, arm in grid.items():
