@@ -39,7 +39,9 @@ def cell_folder(root: Path, block_size: int, seed: int, name: str) -> Path:
     return root / f"block{block_size}" / f"seed{seed}" / name
 
 
-def train_cell(root: Path, target_folder: str, target: Target, arm: Arm, block_size: int, seed: int, name: str) -> None:
+def train_cell(
+    root: Path, target_folder: str, target: Target, grid: dict[str, Arm], block_size: int, seed: int, name: str
+) -> None:
     out = cell_folder(root, block_size, seed, name)
     if (out / "drafter").exists():  # it is written when the training is complete
         return
