@@ -42,10 +42,10 @@ class Schedule:
 
     @property
     def hot(self) -> "Schedule":
-        """The segment with the matrix products of the inner loop: as many MXU cycles as any, and the fewest bundles."""
+        """The inner loop's segment: as many MXU cycles as any, and the least vector work; masked tiles have more of it."""
         most = max(segment.used["MXU"] for segment in self.segments)
         busy = [segment for segment in self.segments if segment.used["MXU"] >= 0.9 * most]
-        return min(busy, key=lambda segment: segment.bundles)
+        return min(busy, key=lambda segment: segment.used["VALU"])
 
     @property
     def spills(self) -> int:
