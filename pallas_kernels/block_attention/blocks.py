@@ -94,17 +94,21 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
     )
 
 
+def per_key_bytes(head_dim: int, itemsize: int, *, backward: bool) -> int:
+    """VMEM of one key of the context: k and v twice; backward once, with sums in float32 and gradients."""
+    return round_up(head_dim, LANES) * (4 * itemsize + (8 if backward else 0))
+
+
 def vmem_bytes(t: Tiling, head_dim: int, itemsize: int, *, backward: bool) -> int:
     """VMEM of one kernel: pipelined windows twice, scratch once. Lanes are padded to whole registers."""
     lanes = round_up(head_dim, LANES)
-    context = 2 * 2 * t.chunk * lanes * itemsize
+    context = t.chunk * per_key_bytes(head_dim, itemsize, backward=backward)
     if not backward:
         tile = t.rows * (lanes * (4 * itemsize + 4) + 4 * LANES * 4) + 2 * 2 * t.own_keys * lanes * itemsize
         return context + tile + 4 * t.rows_unrolled * t.keys * 4
-    gradients = 2 * t.chunk * lanes * (4 + 2 * itemsize)
     tile = t.rows * lanes * (6 * itemsize + 4) + t.own_keys * lanes * (8 * itemsize)
     staged = max(t.keys, t.own_keys) * (2 * t.rows * max(t.staged_bits // 8, itemsize) + 3 * lanes * itemsize)
-    return context + gradients + tile + staged + 4 * t.rows_unrolled_backward * t.keys * 4
+    return context + tile + staged + 4 * t.rows_unrolled_backward * t.keys * 4
 
 
 def heuristic(
@@ -125,7 +129,7 @@ def heuristic(
         products = {"rows_unrolled": 512, "keys_unrolled": 128, "rows_unrolled_backward": 128}
     if facts.name == "v4":  # its registers are half as many, and what it loads in bfloat16 it has to pack anew
         products["staged_bits"] = 32
-    per_key = round_up(head_dim, LANES) * (4 * itemsize + (8 + 4 * itemsize if backward else 0))
+    per_key = per_key_bytes(head_dim, itemsize, backward=backward)
     for size in (512, 256, LANES):
         sizes = BlockSizes(rows=size, keys=size, context=size, **products)
         t = tiling(sizes, anchors, group_rows, block_size, context_length)

@@ -279,8 +279,10 @@ def backward(
     if own_k is None or own_v is None:
         own_k = own_v = jnp.zeros((1, 1, 1, t.block_keys, E), q.dtype)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    context = pl.BlockSpec((None, None, t.chunk, E), lambda b, g, i, *_: (b, g, chunk_index, 0))
-    gradient = pl.BlockSpec((None, None, t.chunk, E), lambda b, g, i, *_: (b, g, 0, 0))
+    # One buffer each: they change once a kv head, and with two v4 could not hold 3072 keys at once.
+    chunk, once = (None, None, t.chunk, E), pl.Buffered(buffer_count=1)
+    context = pl.BlockSpec(chunk, lambda b, g, i, *_: (b, g, chunk_index, 0), pipeline_mode=once)
+    gradient = pl.BlockSpec(chunk, lambda b, g, i, *_: (b, g, 0, 0), pipeline_mode=once)
     sorted_rows = pl.BlockSpec((None, None, None, 1, t.rows), lambda b, g, i, *_: (b, g, i, 0, 0))
     struct = jax.ShapeDtypeStruct
     dq_dtype = q.dtype if t.chunks == 1 else jnp.float32
