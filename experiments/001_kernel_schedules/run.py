@@ -47,8 +47,8 @@ class Shape:
 
 
 SHAPE = Shape()
-SPLASH_TILES = ((512, 512, 512), (1024, 1024, 512))  # rows, keys fetched, at once; for every chip
-MORE_SPLASH_TILES = ((1024, 512, 512), (512, 1024, 512), (2048, 1024, 512), (512, 512, 256))  # for one chip
+SPLASH_TILES = ((512, 512, 512), (1024, 512, 512))  # rows, keys fetched, at once; for every chip
+MORE_SPLASH_TILES = ((1024, 1024, 512), (512, 1024, 512), (2048, 512, 512), (512, 512, 256))  # for one chip
 ONE_CHIP = "v5e"
 
 
@@ -228,7 +228,7 @@ class Case:
         elif self.kernels == "block_attention":
             t = _tiling(chip_name, self.gradient)
             kernel = "block_attention_backward" if self.gradient else "block_attention_forward"
-            keys = t.keys if self.gradient else min(2 * t.keys, t.chunk)  # forward, tiles are visited in pairs
+            keys = t.keys_at_once if self.gradient else min(2 * t.keys, t.chunk)  # forward, tiles are visited in pairs
             size = {kernel: (t.rows * keys, 5 if self.gradient else 2)}
             row |= _kernel_figures(chip_name, report, size, our_tiles(chip_name, self.gradient))
         return row

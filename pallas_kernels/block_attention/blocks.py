@@ -22,8 +22,10 @@ class BlockSizes:
     rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
     keys_unrolled: int = 512  # keys of one product forward
     rows_unrolled_backward: int = 128
-    keys_unrolled_backward: int = 128
-    staged_bits: int = 16  # of a probability on its way through VMEM, backward; float32 inputs take 32 in any case
+    keys_unrolled_backward: int = 512
+    rows_summed: int = 512  # rows of one product that gives dq
+    keys_at_once: int = 512  # backward, in tiles that need no mask: what one loop body takes, rounded to whole tiles
+    staged_bits: int = 16  # of a score's gradient on its way through VMEM; float32 inputs take 32 in any case
     context: int = 4096  # context keys that stay in VMEM while all query tiles pass
 
     def __post_init__(self) -> None:
@@ -51,6 +53,8 @@ class Tiling:
     keys_unrolled: int
     rows_unrolled_backward: int
     keys_unrolled_backward: int
+    rows_summed: int
+    keys_at_once: int
     staged_bits: int
 
     @property
@@ -90,6 +94,8 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
         keys_unrolled=_divisor(keys, sizes.keys_unrolled),
         rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
         keys_unrolled_backward=_divisor(keys, sizes.keys_unrolled_backward, SUBLANES),
+        rows_summed=_divisor(rows, sizes.rows_summed),
+        keys_at_once=max(keys, min(sizes.keys_at_once, chunk) // keys * keys),
         staged_bits=sizes.staged_bits,
     )
 
@@ -107,7 +113,7 @@ def vmem_bytes(t: Tiling, head_dim: int, itemsize: int, *, backward: bool) -> in
         tile = t.rows * (lanes * (4 * itemsize + 4) + 4 * LANES * 4) + 2 * 2 * t.own_keys * lanes * itemsize
         return context + tile + 4 * t.rows_unrolled * t.keys * 4
     tile = t.rows * lanes * (6 * itemsize + 4) + t.own_keys * lanes * (8 * itemsize)
-    staged = max(t.keys, t.own_keys) * (2 * t.rows * max(t.staged_bits // 8, itemsize) + 3 * lanes * itemsize)
+    staged = max(t.keys_at_once, t.own_keys) * (t.rows * (4 + max(t.staged_bits // 8, itemsize)) + 3 * lanes * itemsize)
     return context + tile + staged + 4 * t.rows_unrolled_backward * t.keys * 4
 
 
@@ -124,15 +130,17 @@ def heuristic(
 ) -> BlockSizes:
     """Sizes without a tuned entry: the largest tiles that fit, then as few parts of the context as VMEM allows."""
     # The largest products whose values stay in registers, by the compiled schedules.
-    products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 256}
+    products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 512}
     if facts.mxu_size == 128:
-        products = {"rows_unrolled": 512, "keys_unrolled": 128, "rows_unrolled_backward": 128}
+        products |= {"rows_unrolled": 512, "keys_unrolled": 128, "rows_summed": 128, "keys_at_once": 1024}
     if facts.name == "v4":  # its registers are half as many, and what it loads in bfloat16 it has to pack anew
+        products |= {"rows_unrolled_backward": 128, "keys_unrolled_backward": 128, "keys_at_once": 512}
         products["staged_bits"] = 32
     per_key = per_key_bytes(head_dim, itemsize, backward=backward)
     for size in (512, 256, LANES):
         sizes = BlockSizes(rows=size, keys=size, context=size, **products)
         t = tiling(sizes, anchors, group_rows, block_size, context_length)
+        t = dataclasses.replace(t, keys_at_once=max(size, sizes.keys_at_once))  # which a longer part may reach
         spare = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - vmem_bytes(t, head_dim, itemsize, backward=backward)
         if spare >= 0:
             parts = -(-context_length // (t.chunk + spare // per_key // t.keys * t.keys))

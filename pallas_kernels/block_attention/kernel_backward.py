@@ -3,10 +3,10 @@
 Scores stand transposed here, [keys, rows]: the residuals of a row are then plain lane vectors, four of the five
 products need no transposition, and the gradients of the keys of a chunk stay in VMEM while all query tiles pass.
 
-Probabilities and gradients of scores go through VMEM: small products make them, large ones sum over them. Left to itself the
-compiler forwards what is stored to where it is loaded, and loads once what is used twice; registers then run out, and
-it spills. So each such use has an offset of its own: a zero that comes as data, which the compiler must take for
-any number.
+Probabilities and gradients of scores go through VMEM between the products that make them and those that sum over them. Left to
+itself the compiler forwards what is stored to where it is loaded, and loads once what is used twice; registers then run
+out, and it spills. So each such use has an offset of its own: a zero that comes as data, which the compiler must take
+for any number.
 """
 
 import functools
@@ -34,8 +34,8 @@ ZEROS = 16  # offsets that the compiler cannot tell apart from others
 class _Staged(NamedTuple):
     """What goes through VMEM between the products of one key tile."""
 
-    p: jax.Ref  # [keys, rows], as the next one
-    ds: jax.Ref
+    p: jax.Ref  # [keys, rows] float32
+    ds: jax.Ref  # [keys, rows]
     transposed_k: jax.Ref  # [E, keys]
     clean_k: jax.Ref  # [keys, E], as the next one
     clean_v: jax.Ref
@@ -63,7 +63,7 @@ class _Tile:
     ) -> None:
         """One key tile. `interval` masks: the keys, counted from the tile's first, that each row sees, each [1, rows]."""
         self._stage(k, v, interval)
-        (count, _), height, dtype = k.shape, self.t.rows_unrolled_backward, k.dtype
+        (count, _), height, dtype = k.shape, self.t.rows_summed, k.dtype
         dv[...] += dot(self._apart(self.staged.p, 1)[:count].astype(dtype), self.do[...], _PLAIN)
         dk[...] += dot(self._apart(self.staged.ds, 1)[:count].astype(dtype), self.q[...], _PLAIN)
         ds = self._apart(self.staged.ds, 2)
@@ -72,20 +72,24 @@ class _Tile:
             self.dq[:, rows] += dot(transposed[:, :count], ds[:count, rows].astype(dtype), _PLAIN)
 
     def _stage(self, k: jax.Ref, v: jax.Ref, interval: tuple[jax.Array, jax.Array] | None) -> None:
-        """Probabilities, gradients of scores, transposed keys."""
+        """Transposed keys, all probabilities, then all gradients of scores: while the last are made, dv needs no more."""
         (count, _), height = k.shape, self.t.rows_unrolled_backward
+        width = math.gcd(self.t.keys_unrolled_backward, count)
         p_out, ds_out, k_out = (self._apart(x, 0) for x in (self.staged.p, self.staged.ds, self.staged.transposed_k))
         k_out[:, :count] = k[...].T
-        width = math.gcd(self.t.keys_unrolled_backward, count)
-        for key, row in itertools.product(range(0, count, width), range(0, self.t.rows, height)):
+        pieces = list(itertools.product(range(0, count, width), range(0, self.t.rows, height)))
+        for key, row in pieces:
             rows, keys = pl.ds(row, height), pl.ds(key, width)
-            k_part, v_part = (self._apart(x, row // height)[keys, :] for x in (k, v))
-            q, do = (self._apart(x, key // width)[rows, :] for x in (self.q, self.do))
+            k_part, q = self._apart(k, row // height)[keys, :], self._apart(self.q, key // width)[rows, :]
             p = jnp.exp2(dot(k_part, q, _ROWS_BY_ROWS) * self.scale2 - self.lse[:, rows])
             if interval is not None:
                 p = jnp.where(_visible(width, *(x[:, row : row + height] - key for x in interval)), p, 0.0)
-            p_out[keys, rows] = p.astype(p_out.dtype)
-            ds = p * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])
+            p_out[keys, rows] = p
+        p_in = self._apart(self.staged.p, 2)
+        for key, row in pieces:
+            rows, keys = pl.ds(row, height), pl.ds(key, width)
+            v_part, do = self._apart(v, row // height)[keys, :], self._apart(self.do, key // width)[rows, :]
+            ds = p_in[keys, rows] * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])
             ds_out[keys, rows] = ds.astype(ds_out.dtype)
 
     def copies(self, k: jax.Ref, v: jax.Ref) -> tuple[jax.Ref, jax.Ref]:
@@ -147,8 +151,8 @@ def _kernel(
     down_k_acc: jax.Ref,  # [own_keys, E] float32, as the next one
     down_v_acc: jax.Ref,
     dq_acc: jax.Ref,  # [E, rows] float32
-    p_s: jax.Ref,  # [keys, rows], as the next one
-    ds_s: jax.Ref,
+    p_s: jax.Ref,  # [keys, rows] float32
+    ds_s: jax.Ref,  # [keys, rows]
     transposed_k_s: jax.Ref,  # [E, keys]
     clean_k_s: jax.Ref,  # [keys, E], as the next one
     clean_v_s: jax.Ref,
@@ -203,8 +207,8 @@ def _kernel(
     bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(4))
     first, interior_first, interior_last, last = bounds
 
-    def part(tile: jax.Array) -> list[jax.Ref]:
-        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), t.keys)
+    def part(tile: jax.Array, count: int = 1) -> list[jax.Ref]:
+        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
         return [x.at[keys] for x in (k_ref, v_ref, dk_acc, dv_acc)]
 
     def edge(tile: jax.Array, _: None) -> None:
@@ -214,7 +218,15 @@ def _kernel(
         state.clean(*kv, interval, unused_ref[b * t.key_tiles + tile] == 1)
         state.add(*state.copies(*kv), dk, dv, interval)
 
-    jax.lax.fori_loop(interior_first, interior_last, lambda tile, _: state.add(*part(tile), None), None)
+    def together(i: jax.Array, _: None) -> None:
+        state.add(*part(interior_first + i * count, count), None)
+
+    count = t.keys_at_once // t.keys
+    groups = (interior_last - interior_first) // count
+    jax.lax.fori_loop(0, groups, together, None)
+    if count > 1:
+        left = interior_first + groups * count
+        jax.lax.fori_loop(left, interior_last, lambda tile, _: state.add(*part(tile), None), None)
     jax.lax.fori_loop(first, last - (interior_last - interior_first), edge, None)
 
     pl.when(i >= 2)(lambda: move("wait", i - 2, inward=False))
@@ -234,7 +246,7 @@ def _kernel(
 
 def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype, dq_dtype: jnp.dtype) -> list[Any]:
     """Buffers of `_kernel`, in its order."""
-    keys = max(t.keys, t.own_keys)
+    keys = max(t.keys_at_once, t.own_keys)
     staged = jnp.dtype(jnp.float32) if t.staged_bits == 32 else dtype
     return [
         *[pltpu.VMEM((2, t.rows, head_dim), dtype)] * 2,
@@ -244,7 +256,8 @@ def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype, dq_dtype: jnp.dtype) ->
         *[pltpu.VMEM((t.chunk, head_dim), jnp.float32)] * 2,
         *[pltpu.VMEM((t.own_keys, head_dim), jnp.float32)] * 2,
         pltpu.VMEM((head_dim, t.rows), jnp.float32),
-        *[pltpu.VMEM((keys, t.rows), staged)] * 2,
+        pltpu.VMEM((keys, t.rows), jnp.float32),
+        pltpu.VMEM((keys, t.rows), staged),
         pltpu.VMEM((head_dim, keys), dtype),
         *[pltpu.VMEM((keys, head_dim), dtype)] * 2,
         *[pltpu.SemaphoreType.DMA((2,))] * 2,
