@@ -42,10 +42,10 @@ class Schedule:
 
     @property
     def hot(self) -> "Schedule":
-        """The segment with the matrix products of the inner loop: as many MXU cycles as any, and the fewest bundles."""
+        """The inner loop's segment: as many MXU cycles as any, and the least vector work; masked tiles have more of it."""
         most = max(segment.used["MXU"] for segment in self.segments)
         busy = [segment for segment in self.segments if segment.used["MXU"] >= 0.9 * most]
-        return min(busy, key=lambda segment: segment.bundles)
+        return min(busy, key=lambda segment: segment.used["VALU"])
 
     @property
     def spills(self) -> int:
@@ -166,14 +166,31 @@ def schedules_of(
     """
     with tempfile.TemporaryDirectory() as temporary:
         dump = Path(temporary) if keep is None else keep
-        flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true"
-        environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
+        environment = os.environ | COMPILER_ENVIRONMENT | {"LIBTPU_INIT_ARGS": dump_flags(dump)}
         command = [sys.executable, "-m", "pallas_kernels.testing", chip_name, builder, json.dumps(arguments or {})]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"compiling {builder} for {chip_name} failed:\n{done.stderr[-4000:]}")
         facts = json.loads(done.stdout.splitlines()[-1])
         return Report(chip=chip_name, schedules=read_schedules(dump, kernel), **facts)
+
+
+def dump_flags(directory: Path) -> str:
+    """What LIBTPU_INIT_ARGS must hold, before the compiler is loaded, for schedules to be written to a folder."""
+    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true"
+    return flags + " --xla_jf_dump_llo_pass_label_regex=.*final_.*"  # of some 70 stages, the last
+
+
+def schedules_here(chip_name: str, function: Callable[..., Any], structs: Any, kernel: str, dump: Path) -> Report:
+    """As `schedules_of`, in this process: many compilations load the compiler once.
+
+    Args:
+      dump: the folder of `dump_flags`, emptied here.
+    """
+    for path in dump.iterdir():
+        path.unlink()
+    facts = facts_of(compile_for(chip_name, function, *structs))
+    return Report(chip=chip_name, schedules=read_schedules(dump, kernel), **facts)
 
 
 def facts_of(compiled: Any) -> dict[str, float]:

@@ -1,12 +1,9 @@
-"""Tree attention and the head loss, compiled for every chip: schedules, bytes, temporaries. Beside `run.py`, runs alone.
+"""Tree attention and the head loss, compiled for a chip: schedules, bytes, temporaries. `run.py` asks for the rows.
 
-Command: python experiments/001_kernel_schedules/decode_and_head.py [chip ...]
-Hardware: any Linux x86-64 CPU with libtpu installed; about 15 min for all chips on 2 idle cores. Nothing here runs on a TPU.
-Expected: 16 rows over 32768 slots move keys and values once (ratio below 1.05), 0 spills; head loss temporaries below 256 MB.
+Expected: 16 rows over 32768 slots move keys and values once (ratio below 1.05); head loss temporaries below 256 MB.
 """
 
-import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,17 @@ import jax.numpy as jnp
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.fused_head_loss import Term, fused_head_loss
 from pallas_kernels.fused_head_loss.blocks import choose_tiles
-from pallas_kernels.testing import chip_names, compile_for, facts_of, schedules_of
+from pallas_kernels.testing import compile_for, facts_of, schedules_here
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.blocks import TreeShape, choose_blocks
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Qwen3-8B
 ROWS, WIDTH, VOCABULARY = 8192, 4096, 151_936
 DECODE_SHAPES = ((8, 16, 32768), (1, 64, 32768), (8, 256, 4096), (1, 1024, 4096))  # batch, rows, slots
+FOR_ALL_CHIPS = ("decode 8x16x32768 BGEC", "decode 8x256x4096 BGEC", "head ce", "head kl_forward")
+ONE_CHIP = "v5e"
+
+Row = tuple[str, str | None, str, Callable[[str, Path], dict[str, Any]]]  # see `planned`
 
 
 def decode(batch: int, rows: int, slots: int, key_layout: str = "BGEC", dense: bool = False) -> tuple[Any, Any]:
@@ -43,17 +44,15 @@ def decode(batch: int, rows: int, slots: int, key_layout: str = "BGEC", dense: b
     return lambda *a: tree_attention(*a, key_layout=key_layout, **options), arguments
 
 
-def decode_figures(chip: str, batch: int, rows: int, slots: int, key_layout: str = "BGEC") -> dict[str, Any]:
+def decode_figures(chip: str, dump: Path, batch: int, rows: int, slots: int, key_layout: str) -> dict[str, Any]:
     """One shape of tree attention on one chip."""
     shape = {"batch": batch, "rows": rows, "slots": slots, "key_layout": key_layout}
-    report = schedules_of(chip, f"{__file__}:decode", shape, "tree_attention")
+    report = schedules_here(chip, *decode(**shape), "tree_attention", dump)
     peer = facts_of(compile_for(chip, *_spread(decode(**shape, dense=True))))
     kernel, hot = report.schedule("tree_attention"), report.schedule("tree_attention").hot
     blocks = choose_blocks(TreeShape(rows, HEADS // KV_HEADS, KV_HEADS, HEAD_DIM, slots, 2), None, chip)
     cache = 2 * batch * KV_HEADS * slots * HEAD_DIM * 2
     return {
-        "op": "tree_attention",
-        "chip": chip,
         **shape,
         "blocks": {name: getattr(blocks, name) for name in ("context", "resident", "rows", "slots")},
         "hot": hot.kernel,
@@ -105,8 +104,6 @@ def head_figures(chip: str, kind: str) -> dict[str, Any]:
     product = 2 * ROWS * WIDTH * VOCABULARY
     facts = CHIPS[chip]
     return {
-        "op": "fused_head_loss",
-        "chip": chip,
         "terms": "ce" if kind == "ce" else f"ce + {kind}",
         "tiles": {"rows": tiles.rows, "columns": tiles.columns},
         "temporary_mb": round(ours["temporary_bytes"] / 1e6, 1),
@@ -123,23 +120,51 @@ def _spread(built: tuple[Any, Any]) -> tuple[Any, ...]:
     return function, *arguments
 
 
-def figures(chip: str) -> list[dict[str, Any]]:
-    """Every row of one chip."""
-    rows = [decode_figures(chip, *shape) for shape in DECODE_SHAPES]
-    rows.append(decode_figures(chip, *DECODE_SHAPES[0], key_layout="BGCE"))
-    return rows + [head_figures(chip, kind) for kind in ("ce", "kl_forward", "l1")]
+def planned(digest: Callable[[Any, str], str]) -> list[Row]:
+    """The rows for `run.py`: name, one chip or None for all, digest, and what makes the row for a chip."""
+    rows: list[Row] = []
+    for i, shape in enumerate(DECODE_SHAPES):
+        for layout in ("BGEC", "BGCE")[: 2 - (i > 0)]:
+            name = f"decode {'x'.join(map(str, shape))} {layout}"
+
+            def make(
+                chip: str, dump: Path, shape: tuple[int, int, int] = shape, layout: str = layout
+            ) -> dict[str, Any]:
+                return decode_figures(chip, dump, *shape, layout)
+
+            rows.append((name, None if name in FOR_ALL_CHIPS else ONE_CHIP, digest(name, "tree_attention"), make))
+    for kind in ("ce", "kl_forward", "l1"):
+        name = f"head {kind}"
+        only = None if name in FOR_ALL_CHIPS else ONE_CHIP
+        rows.append((name, only, digest(name, "fused_head_loss"), lambda chip, _, kind=kind: head_figures(chip, kind)))
+    return rows
 
 
-def main() -> None:
-    """Prints each chip's rows and writes them beside this file."""
-    results = []
-    for chip in sys.argv[1:] or chip_names():
-        for row in figures(chip):
-            print(json.dumps(row), flush=True)
-            results.append(row)
-    path = Path(__file__).with_name("decode_and_head.json")
-    path.write_text(json.dumps({"jax": jax.__version__, "rows": results}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def tables(rows: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """Of tree attention and of the head loss: chip -> name -> row as `run.py` keeps them."""
+    decoding = [
+        "| chip | batch x rows x slots, keys | hot bundles | MXU | VALU | XLU | EUP | spills + fills | MXU bound, us "
+        "| HBM bound, us | bytes / (K and V once) | temporaries / cache | dense XLA: bytes | dense XLA: temporaries |",
+        "|---|" + "---|" * 13,
+    ]
+    heads = [
+        "| chip | loss | temporaries | products | HBM bound | MXU bound | dense: temporaries | dense: products |",
+        "|---|" + "---|" * 7,
+    ]
+    for chip, name, row in ((chip, name, row) for chip, found in rows.items() for name, row in found.items()):
+        if name.startswith("decode "):
+            busy = " | ".join(f"{row[f'hot_{unit}']:.0%}" for unit in ("mxu", "valu", "xlu", "eup"))
+            cells = [name.removeprefix("decode "), row["hot_bundles"], busy, row["hot_spills_and_fills"]]
+            cells += [row["mxu_bound_us"], row["hbm_bound_us"], f"{row['bytes_over_cache']:.3f}"]
+            cells += [f"{row['temporaries_over_cache']:.2%}", f"{row['dense_xla_bytes_over_cache']:.2f}"]
+            cells.append(f"{row['dense_xla_temporaries_over_cache']:.0%}")
+            decoding.append(f"| {chip} | {' | '.join(map(str, cells))} |")
+        if name.startswith("head "):
+            cells = [row["terms"], f"{row['temporary_mb']} MB", f"{row['products']:.3f}", f"{row['hbm_bound_ms']} ms"]
+            cells += [
+                f"{row['mxu_bound_ms']} ms",
+                f"{row['dense_temporary_mb']:.0f} MB",
+                f"{row['dense_products']:.3f}",
+            ]
+            heads.append(f"| {chip} | {' | '.join(map(str, cells))} |")
+    return "\n".join(decoding), "\n".join(heads)

@@ -2,15 +2,20 @@
 
     JAX_PLATFORMS=cpu python experiments/001_kernel_schedules/run.py [chip ...]
 
-Hardware: none of the chips; any Linux x86-64 machine with `jax[tpu]` installed. About 40 minutes on two CPU cores; a run that
-was stopped goes on where it was, and rows are compiled anew only when the code they compile has changed. Writes results.json
-beside this file and prints the table of README.md. Every figure is of code *compiled for* a chip; nothing ran on one.
+The rows of `decode_and_head.py` come with it. Hardware: none of the chips; any Linux x86-64 machine with `jax[tpu]` installed.
+About 40 minutes of CPU time; a run that was stopped goes on where it was, and rows are compiled anew only when the code they
+compile has changed. Writes results.json beside this file and prints the tables of README.md. Every figure is of code
+*compiled for* a chip; nothing ran on one.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
+import os
+import runpy
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,9 @@ class Shape:
 
 
 SHAPE = Shape()
-SPLASH_TILES = ((512, 512, 512), (1024, 512, 512), (512, 1024, 512), (1024, 1024, 512))  # rows, keys fetched, at once
+SPLASH_TILES = ((512, 512, 512), (1024, 512, 512))  # rows, keys fetched, at once; for every chip
+MORE_SPLASH_TILES = ((1024, 1024, 512), (512, 1024, 512), (2048, 512, 512), (512, 512, 256))  # for one chip
+ONE_CHIP = "v5e"
 
 
 # --- what is compiled ---
@@ -112,11 +119,13 @@ def dense(gradient: bool) -> tuple[Any, Any]:
 
 
 def _maybe_gradient(attend: Any, structs: tuple, out: jax.ShapeDtypeStruct, gradient: bool) -> tuple[Any, Any]:
+    """With the gradient: the output is returned, too, since it is kept from forward to backward in any case."""
     if not gradient:
         return attend, structs
 
     def both(cotangent, *x):
-        return jax.vjp(lambda *y: attend(*y, x[-1]), *x[:-1])[1](cotangent)
+        made, pull = jax.vjp(lambda *y: attend(*y, x[-1]), *x[:-1])
+        return made, pull(cotangent)
 
     return both, (out, *structs)
 
@@ -160,10 +169,11 @@ def _kernel_figures(
 ) -> dict[str, Any]:
     """Of hot tiles and the time bound; `kernels`: part of a kernel's name -> (rows x keys of its hot tile, products)."""
     facts, s = chip(chip_name), SHAPE
-    found = [(*kernels[k], schedule) for k in kernels for schedule in report.schedules if k in schedule.kernel]
-    hot = [(schedule.hot, 512**2 / size, products) for size, products, schedule in found]
+    first = {k: next(schedule for schedule in report.schedules if k in schedule.kernel) for k in kernels}
+    hot = [(first[k].hot, 512**2 / size, products) for k, (size, products) in kernels.items()]
     bundles = sum(part.bundles * share for part, share, _ in hot)
-    ideal = sum(products for *_, products in hot) * facts.mxu_cycles(512, s.E, 512)
+    products = sum(products for *_, products in hot)
+    ideal = products * facts.mxu_cycles(512, s.E, 512)
     clock = facts.bf16_flops_per_second / (2 * facts.mxus * facts.mxu_size**2)
     tiles = counts["tiles"] + counts["own_tiles"]
     return {
@@ -176,6 +186,7 @@ def _kernel_figures(
         "ideal_over_bundles": round(ideal / bundles, 3),
         **counts,
         "schedule_bound_ms": round(bundles * tiles / clock * 1e3, 3),
+        "mxu_bound_ms": round(products * 2 * 512**2 * s.E * tiles / facts.bf16_flops_per_second * 1e3, 3),
     }
 
 
@@ -195,9 +206,17 @@ class Case:
     def gradient(self) -> bool:
         return self.arguments["gradient"]
 
+    def row(self, chip_name: str, dump: Path) -> dict[str, Any]:
+        """Compiles it for one chip."""
+        function, structs = globals()[self.builder](**self.arguments)
+        report = testing.schedules_here(chip_name, function, structs, self.kernels, dump)
+        return self.figures(chip_name, report)
+
     def figures(self, chip_name: str, report: testing.Report) -> dict[str, Any]:
         row: dict[str, Any] = {"temporary_bytes": report.temporary_bytes, "hbm_bytes": report.accessed_bytes}
         row["hbm_bound_ms"] = round(report.accessed_bytes / chip(chip_name).hbm_bytes_per_second * 1e3, 3)
+        if self.builder == "dense":  # nothing loops in it: the compiler counts every product
+            row["mxu_bound_ms"] = round(report.flops / chip(chip_name).bf16_flops_per_second * 1e3, 3)
         if self.builder == "splash":
             tile = self.arguments["tile"]
             size = tile[0] * tile[1]  # keys fetched, in pieces, all in one stretch of code
@@ -209,101 +228,124 @@ class Case:
         elif self.kernels == "block_attention":
             t = _tiling(chip_name, self.gradient)
             kernel = "block_attention_backward" if self.gradient else "block_attention_forward"
-            keys = t.keys if self.gradient else min(2 * t.keys, t.chunk)  # forward, tiles are visited in pairs
+            keys = t.keys_at_once if self.gradient else min(2 * t.keys, t.chunk)  # forward, tiles are visited in pairs
             size = {kernel: (t.rows * keys, 5 if self.gradient else 2)}
             row |= _kernel_figures(chip_name, report, size, our_tiles(chip_name, self.gradient))
         return row
 
 
-def cases() -> list[Case]:
-    """Everything that is compiled, the cheap ones first."""
-    found = []
-    for gradient in (False, True):
-        name = "backward" if gradient else "forward"
-        found.append(Case(f"ours {name}", "ours", {"gradient": gradient}, "block_attention"))
-    for gradient in (False, True):
-        name = "backward" if gradient else "forward"
-        for tile in SPLASH_TILES:
-            for fused in (False, True)[: 1 + gradient]:
-                label = f"splash {name}{' fused' if fused else ''} {'x'.join(map(str, tile))}"
-                found.append(Case(label, "splash", {"gradient": gradient, "tile": tile, "fused": fused}, "splash"))
-        found.append(Case(f"dense XLA {name}", "dense", {"gradient": gradient}, "none"))
+def cases() -> list[tuple[Case, str | None]]:
+    """Everything that is compiled, what matters most first; and the one chip for which it is, if not for all."""
+    found: list[tuple[Case, str | None]] = []
+    directions = {"forward": False, "backward": True}
+    for name, gradient in directions.items():
+        found.append((Case(f"ours {name}", "ours", {"gradient": gradient}, "block_attention"), None))
+    for tiles, only in ((SPLASH_TILES, None), (MORE_SPLASH_TILES, ONE_CHIP)):
+        for tile in tiles:
+            for name, gradient in directions.items():
+                for fused in (False, True)[: 1 + gradient]:
+                    label = f"splash {name}{' fused' if fused else ''} {'x'.join(map(str, tile))}"
+                    arguments = {"gradient": gradient, "tile": tile, "fused": fused}
+                    found.append((Case(label, "splash", arguments, "splash"), only))
+        if only is None:
+            found += [(Case(f"dense XLA {n}", "dense", {"gradient": g}, "none"), None) for n, g in directions.items()]
+    for name, gradient in directions.items():
         arguments = {"gradient": gradient, "implementation": "xla"}
-        found.append(Case(f"XLA in chunks {name}", "ours", arguments, "none"))
+        found.append((Case(f"XLA in chunks {name}", "ours", arguments, "none"), ONE_CHIP))
     return found
 
 
 def _digest(case: Case) -> str:
     """Of what a row depends on: the peers' code comes with jax, ours lies in the package."""
-    content = json.dumps([case.builder, case.arguments, dataclasses.asdict(SHAPE), jax.__version__])
-    if case.builder == "ours":
+    kind = [case.builder, case.arguments, dataclasses.asdict(SHAPE), "output returned"]
+    return digest(kind, "block_attention" if case.builder == "ours" else None)
+
+
+def digest(kind: Any, operation: str | None) -> str:
+    """Of a row's kind, of jax's version and, unless None, of an operation's code."""
+    content = json.dumps([kind, jax.__version__])
+    if operation is not None:
         package = Path(pallas_kernels.__file__).parent
-        paths = [*package.glob("block_attention/*.py"), *package.glob("tuning/*.json"), package / "block_sizes.py"]
+        paths = [*package.glob(f"{operation}/*.py"), *package.glob("tuning/*.json"), package / "block_sizes.py"]
         content += "".join(path.read_text() for path in sorted(paths))
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def compile_missing(results: dict[str, Any], chips: list[str], path: Path) -> None:
+def planned() -> list[tuple[str, str | None, str, Callable[[str, Path], dict[str, Any]]]]:
+    """All rows: name, the one chip or None for all, digest, and what makes it for a chip, with a folder for schedules."""
+
+    rows = [(case.name, only, _digest(case), case.row) for case, only in cases()]
+    return [*rows, *runpy.run_path(str(HERE / "decode_and_head.py"))["planned"](digest)]
+
+
+def compile_missing(results: dict[str, Any], chips: list[str], path: Path, dump: Path) -> None:
     """Adds the rows that are not there yet, writing the file after each."""
-    for case in cases():
+    for row_name, only, wanted, make in planned():
         for name in chips:
             rows = results["rows"].setdefault(name, {})
-            if rows.get(case.name, {}).get("digest") == (digest := _digest(case)):
+            if only not in (None, name) or rows.get(row_name, {}).get("digest") == wanted:
                 continue
             try:
-                builder = f"{HERE / 'run.py'}:{case.builder}"
-                report = testing.schedules_of(name, builder, case.arguments, case.kernels)
-                row = case.figures(name, report)
+                row = make(name, dump)
             except RuntimeError as error:  # what the compiler refuses is a result, too
                 row = {"error": str(error).strip().splitlines()[-1][:200]}
-            rows[case.name] = {"digest": digest, **row}
+            rows[row_name] = {"digest": wanted, **row}
             path.write_text(json.dumps(results, indent=1) + "\n")
-            print(name, case.name, json.dumps(row), flush=True)
+            print(name, row_name, json.dumps(row), flush=True)
 
 
-# --- the table ---
+# --- the tables ---
 
 
-def _best_splash(rows: dict[str, Any], direction: str) -> tuple[str, dict[str, Any]]:
-    """Of all tile sizes that compile, the one with the least time bound by its schedule."""
+def splash_rows(rows: dict[str, Any], direction: str) -> dict[str, Any]:
+    """Of one chip: every tile size that compiles, the one with the fewest bundles first."""
     found = {k: v for k, v in rows.items() if k.startswith(f"splash {direction}") and "error" not in v}
-    name = min(found, key=lambda k: found[k]["schedule_bound_ms"])
-    return name, found[name]
+    return dict(sorted(found.items(), key=lambda item: item[1]["bundles_per_512x512"]))
 
 
 def table(results: dict[str, Any]) -> str:
-    """README's table, one line for each chip, direction and competitor."""
+    """Ours, splash at its best tile size, and XLA, of every chip and direction."""
     lines = [
-        "| chip | what | bundles per 512 x 512 | MXU busy | spills + fills | tiles | schedule bound, ms | HBM bound, ms "
-        "| HBM bytes | temporaries |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| chip | what | bundles per 512 x 512 | MXU | VALU | XLU | EUP | spills + fills | tiles | tiles / needed "
+        "| schedule, ms | MXU bound, ms | HBM bound, ms | HBM bytes | temporaries |",
+        "|---|" + "---|" * 14,
     ]
     for name, rows in results["rows"].items():
         for direction in ("forward", "backward"):
-            listed = [(f"ours {direction}", rows[f"ours {direction}"]), _best_splash(rows, direction)]
-            listed.append((f"dense XLA {direction}", rows[f"dense XLA {direction}"]))
-            lines += [f"| {name} | {what} | {_cells(row)} |" for what, row in listed]
+            listed = {f"ours {direction}": rows[f"ours {direction}"]}
+            listed |= dict(list(splash_rows(rows, direction).items())[:1])
+            listed |= {k: rows[k] for k in (f"dense XLA {direction}", f"XLA in chunks {direction}") if k in rows}
+            lines += [f"| {name} | {what} | {_cells(row)} |" for what, row in listed.items()]
     return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> str:
     if "error" in row:
-        return " | ".join([row["error"].replace("|", "/"), *[""] * 7])
-    cells = [""] * 5
-    if "bundles_per_512x512" in row:
-        cells = [
-            str(row["bundles_per_512x512"]),
-            f"{row['busy']['MXU']:.0%}",
-            str(row["spills_and_fills"]),
-            f"{row['tiles']:.0f}",
-            f"{row['schedule_bound_ms']:.2f}",
-        ]
-    cells += [
-        f"{row['hbm_bound_ms']:.2f}",
-        f"{row['hbm_bytes'] / 1e6:.0f} MB",
-        f"{row['temporary_bytes'] / 1e6:.1f} MB",
-    ]
+        return " | ".join([row["error"].replace("|", "/"), *[""] * 12])
+    cells = [""] * 8
+    if "busy" in row:
+        needed = row.get("visited_over_needed")
+        cells = [str(row["bundles_per_512x512"]), *(f"{row['busy'][u]:.0%}" for u in ("MXU", "VALU", "XLU", "EUP"))]
+        cells += [str(row["spills_and_fills"]), f"{row['tiles']:.0f}", "" if needed is None else f"{needed:.2f}"]
+    bounds = (row.get(f"{kind}_bound_ms") for kind in ("schedule", "mxu", "hbm"))
+    cells += ["" if bound is None else f"{bound:.2f}" for bound in bounds]
+    cells += [f"{row['hbm_bytes'] / 1e6:.0f} MB", f"{row['temporary_bytes'] / 1e6:.1f} MB"]
     return " | ".join(cells)
+
+
+def splash_table(results: dict[str, Any]) -> str:
+    """Bundles and spills + fills of every tile size of splash attention."""
+    names = {case.name: None for case, _ in cases() if case.builder == "splash"}
+    chips = list(results["rows"])
+    lines = [f"| splash | {' | '.join(chips)} |", "|---|" + "---|" * len(chips)]
+    for what in names:
+        rows = [results["rows"][name].get(what, {}) for name in chips]
+        cells = [
+            "refused" if "error" in r else f"{r['bundles_per_512x512']}, {r['spills_and_fills']}" if r else ""
+            for r in rows
+        ]
+        lines.append(f"| {what.removeprefix('splash ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -312,8 +354,12 @@ def main() -> None:
     path = HERE / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     results |= {"compiled_for_not_run_on": True, "jax": jax.__version__, "shape": dataclasses.asdict(SHAPE)}
-    compile_missing(results, parser.parse_args().chips or list(testing.chip_names()), path)
-    print(table(results))
+    chips = parser.parse_args().chips or list(testing.chip_names())
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["LIBTPU_INIT_ARGS"] = testing.dump_flags(Path(dump))
+        compile_missing(results, chips, path, Path(dump))
+    tables = runpy.run_path(str(HERE / "decode_and_head.py"))["tables"]
+    print(table(results), splash_table(results), *tables(results["rows"]), sep="\n\n")
 
 
 if __name__ == "__main__":

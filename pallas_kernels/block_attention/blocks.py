@@ -23,11 +23,17 @@ class BlockSizes:
     keys_unrolled: int = 512  # keys of one product forward
     rows_unrolled_backward: int = 128
     keys_unrolled_backward: int = 512
+    rows_summed: int = 512  # rows of one product that gives dq
+    keys_at_once: int = 512  # backward, in tiles that need no mask: what one loop body takes, rounded to whole tiles
+    staged_bits: int = 16  # of a score's gradient on its way through VMEM; float32 inputs take 32 in any case
     context: int = 4096  # context keys that stay in VMEM while all query tiles pass
 
     def __post_init__(self) -> None:
+        if self.staged_bits not in (16, 32):
+            raise ValueError(f"BlockSizes.staged_bits={self.staged_bits} must be 16 or 32")
         for field in dataclasses.fields(self):
-            check_multiple(f"BlockSizes.{field.name}", getattr(self, field.name), LANES)
+            multiple = {"staged_bits": 16, "keys_unrolled_backward": SUBLANES}.get(field.name, LANES)
+            check_multiple(f"BlockSizes.{field.name}", getattr(self, field.name), multiple)
         check_multiple("BlockSizes.context", self.context, self.keys)
 
 
@@ -47,6 +53,9 @@ class Tiling:
     keys_unrolled: int
     rows_unrolled_backward: int
     keys_unrolled_backward: int
+    rows_summed: int
+    keys_at_once: int
+    staged_bits: int
 
     @property
     def rows(self) -> int:
@@ -58,9 +67,9 @@ class Tiling:
         return self.chunks * (self.chunk // self.keys)
 
 
-def _divisor(size: int, wanted: int) -> int:
-    """The largest multiple of `LANES` up to `wanted` that divides `size`, itself a multiple of `LANES`."""
-    return max(d for d in range(LANES, min(size, max(wanted, LANES)) + 1, LANES) if size % d == 0)
+def _divisor(size: int, wanted: int, unit: int = LANES) -> int:
+    """The largest multiple of `unit` up to `wanted` that divides `size`, itself a multiple of `unit`."""
+    return max(d for d in range(unit, min(size, max(wanted, unit)) + 1, unit) if size % d == 0)
 
 
 def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, context_length: int) -> Tiling:
@@ -84,34 +93,59 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
         rows_unrolled=_divisor(rows, sizes.rows_unrolled),
         keys_unrolled=_divisor(keys, sizes.keys_unrolled),
         rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
-        keys_unrolled_backward=_divisor(keys, sizes.keys_unrolled_backward),
+        keys_unrolled_backward=_divisor(keys, sizes.keys_unrolled_backward, SUBLANES),
+        rows_summed=_divisor(rows, sizes.rows_summed),
+        keys_at_once=max(keys, min(sizes.keys_at_once, chunk) // keys * keys),
+        staged_bits=sizes.staged_bits,
     )
+
+
+def per_key_bytes(head_dim: int, itemsize: int, *, backward: bool) -> int:
+    """VMEM of one key of the context: k and v twice; backward once, with sums in float32 and gradients."""
+    return round_up(head_dim, LANES) * (4 * itemsize + (8 if backward else 0))
 
 
 def vmem_bytes(t: Tiling, head_dim: int, itemsize: int, *, backward: bool) -> int:
     """VMEM of one kernel: pipelined windows twice, scratch once. Lanes are padded to whole registers."""
     lanes = round_up(head_dim, LANES)
-    context = 2 * 2 * t.chunk * lanes * itemsize
+    context = t.chunk * per_key_bytes(head_dim, itemsize, backward=backward)
     if not backward:
         tile = t.rows * (lanes * (4 * itemsize + 4) + 4 * LANES * 4) + 2 * 2 * t.own_keys * lanes * itemsize
         return context + tile + 4 * t.rows_unrolled * t.keys * 4
-    gradients = 2 * t.chunk * lanes * (4 + 2 * itemsize)
     tile = t.rows * lanes * (6 * itemsize + 4) + t.own_keys * lanes * (8 * itemsize)
-    return context + gradients + tile + 4 * t.rows_unrolled_backward * t.keys * 4
+    staged = max(t.keys_at_once, t.own_keys) * (t.rows * (4 + max(t.staged_bits // 8, itemsize)) + 3 * lanes * itemsize)
+    return context + tile + staged + 4 * t.rows_unrolled_backward * t.keys * 4
 
 
-def heuristic(facts: Chip, context_length: int, head_dim: int, itemsize: int, *, backward: bool) -> BlockSizes:
-    """Sizes without a tuned entry: the whole context in VMEM if it fits, else the largest part that does."""
-    lanes = round_up(head_dim, LANES)
-    per_key = lanes * (4 * itemsize + (8 + 4 * itemsize if backward else 0))
-    budget = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - 5 * 2**20
-    context = max(512, min(budget // per_key // 512 * 512, round_up(context_length, 512)))
-    # Forward: the largest products whose values stay in registers, by the compiled schedules. Backward: the fewest bundles
-    # on 256 wide arrays, the fewest spills on 128 wide ones.
+def heuristic(
+    facts: Chip,
+    *,
+    anchors: int,
+    group_rows: int,
+    block_size: int,
+    context_length: int,
+    head_dim: int,
+    itemsize: int,
+    backward: bool,
+) -> BlockSizes:
+    """Sizes without a tuned entry: the largest tiles that fit, then as few parts of the context as VMEM allows."""
+    # The largest products whose values stay in registers, by the compiled schedules.
     products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 512}
     if facts.mxu_size == 128:
-        products = {"rows_unrolled": 512, "keys_unrolled": 128, "rows_unrolled_backward": 128}
-    return BlockSizes(context=context, **products)
+        products |= {"rows_unrolled": 512, "keys_unrolled": 128, "rows_summed": 128, "keys_at_once": 1024}
+    if facts.name == "v4":  # its registers are half as many, and what it loads in bfloat16 it has to pack anew
+        products |= {"rows_unrolled_backward": 128, "keys_unrolled_backward": 128, "keys_at_once": 512}
+        products["staged_bits"] = 32
+    per_key = per_key_bytes(head_dim, itemsize, backward=backward)
+    for size in (512, 256, LANES):
+        sizes = BlockSizes(rows=size, keys=size, context=size, **products)
+        t = tiling(sizes, anchors, group_rows, block_size, context_length)
+        t = dataclasses.replace(t, keys_at_once=max(size, sizes.keys_at_once))  # which a longer part may reach
+        spare = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - vmem_bytes(t, head_dim, itemsize, backward=backward)
+        if spare >= 0:
+            parts = -(-context_length // (t.chunk + spare // per_key // t.keys * t.keys))
+            return dataclasses.replace(sizes, context=round_up(-(-context_length // parts), size))
+    return sizes
 
 
 def choose(
@@ -127,14 +161,16 @@ def choose(
     backward: bool,
 ) -> Tiling:
     """The tiling that runs: argument, else tuned for the chip, else heuristic. ValueError when it exceeds VMEM."""
+    shape = {"anchors": anchors, "group_rows": group_rows, "block_size": block_size, "context_length": context_length}
+    element = {"head_dim": head_dim, "itemsize": itemsize, "backward": backward}
     sizes = block_sizes.choose(
         OP,
         BlockSizes,
         argument,
         device_kind,
         f"E{head_dim}_{itemsize * 8}bit_{'backward' if backward else 'forward'}",
-        lambda facts: heuristic(facts, context_length, head_dim, itemsize, backward=backward),
+        lambda facts: heuristic(facts, **shape, **element),
     )
-    t = tiling(sizes, anchors, group_rows, block_size, context_length)
+    t = tiling(sizes, **shape)
     check_vmem(f"{OP} with {sizes}", vmem_bytes(t, head_dim, itemsize, backward=backward), device_kind)
     return t

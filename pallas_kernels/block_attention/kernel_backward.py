@@ -2,12 +2,17 @@
 
 Scores stand transposed here, [keys, rows]: the residuals of a row are then plain lane vectors, four of the five
 products need no transposition, and the gradients of the keys of a chunk stay in VMEM while all query tiles pass.
+
+Probabilities and gradients of scores go through VMEM between the products that make them and those that sum over them. Left to
+itself the compiler forwards what is stored to where it is loaded, and loads once what is used twice; registers then run
+out, and it spills. So each such use has an offset of its own: a zero that comes as data, which the compiler must take
+for any number.
 """
 
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +27,92 @@ from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # contracts the head size
 _PLAIN = (((1,), (0,)), ((), ()))
-_OVER_KEYS = (((0,), (0,)), ((), ()))
+ALIGNED = 16  # rows: what every offset is a multiple of
+ZEROS = 16  # offsets that the compiler cannot tell apart from others
+
+
+class _Staged(NamedTuple):
+    """What goes through VMEM between the products of one key tile."""
+
+    p: jax.Ref  # [keys, rows] float32
+    ds: jax.Ref  # [keys, rows]
+    transposed_k: jax.Ref  # [E, keys]
+    clean_k: jax.Ref  # [keys, E], as the next one
+    clean_v: jax.Ref
 
 
 class _Tile:
     """One query tile against key tiles: adds to dq [E, rows] and to the keys' gradients."""
 
-    def __init__(self, t: Tiling, scale: float, q: jax.Ref, do: jax.Ref, lse: jax.Ref, delta: jax.Ref, dq: jax.Ref):
-        self.t, self.scale2, self.q, self.do = t, scale * LOG2_E, q, do
-        self.lse, self.delta, self.dq = lse, delta, dq
+    def __init__(
+        self,
+        t: Tiling,
+        scale: float,
+        rows: tuple[jax.Ref, jax.Ref, jax.Ref, jax.Ref],
+        dq: jax.Ref,
+        staged: _Staged,
+        zeros: jax.Ref,
+    ) -> None:
+        self.t, self.scale2 = t, scale * LOG2_E
+        self.q, self.do, self.lse, self.delta = rows
+        self.dq, self.staged = dq, staged
+        self.zeros = [pl.multiple_of(zeros[i], ALIGNED) for i in range(zeros.shape[0])]
 
     def add(
-        self,
-        k: jax.Array,
-        v: jax.Array,
-        dk: jax.Ref,
-        dv: jax.Ref,
-        interval: tuple[jax.Array, jax.Array] | None,
-        *,
-        clean: bool = False,
+        self, k: jax.Ref, v: jax.Ref, dk: jax.Ref, dv: jax.Ref, interval: tuple[jax.Array, jax.Array] | None
     ) -> None:
-        """One key tile. `interval` masks: the keys, counted from the tile's first, that each row sees, each [1, rows].
+        """One key tile. `interval` masks: the keys, counted from the tile's first, that each row sees, each [1, rows]."""
+        self._stage(k, v, interval)
+        (count, _), height, dtype = k.shape, self.t.rows_summed, k.dtype
+        dv[...] += dot(self._apart(self.staged.p, 1)[:count].astype(dtype), self.do[...], _PLAIN)
+        dk[...] += dot(self._apart(self.staged.ds, 1)[:count].astype(dtype), self.q[...], _PLAIN)
+        ds = self._apart(self.staged.ds, 2)
+        for row in range(0, self.t.rows, height):
+            rows, transposed = pl.ds(row, height), self._apart(self.staged.transposed_k, 1 + row // height)
+            self.dq[:, rows] += dot(transposed[:, :count], ds[:count, rows].astype(dtype), _PLAIN)
 
-        clean: keys that no row of the tile sees may hold anything; they count as zeros.
-        """
-        if clean and interval is not None:
-            seen = _visible(k.shape[0], *interval).astype(jnp.int32).max(axis=1, keepdims=True) > 0
-            k, v = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (k, v))
-        width, height = math.gcd(self.t.keys_unrolled_backward, k.shape[0]), self.t.rows_unrolled_backward
-        for key, row in itertools.product(range(0, k.shape[0], width), range(0, self.t.rows, height)):
+    def _stage(self, k: jax.Ref, v: jax.Ref, interval: tuple[jax.Array, jax.Array] | None) -> None:
+        """Transposed keys, all probabilities, then all gradients of scores: while the last are made, dv needs no more."""
+        (count, _), height = k.shape, self.t.rows_unrolled_backward
+        width = math.gcd(self.t.keys_unrolled_backward, count)
+        p_out, ds_out, k_out = (self._apart(x, 0) for x in (self.staged.p, self.staged.ds, self.staged.transposed_k))
+        k_out[:, :count] = k[...].T
+        pieces = list(itertools.product(range(0, count, width), range(0, self.t.rows, height)))
+        for key, row in pieces:
             rows, keys = pl.ds(row, height), pl.ds(key, width)
-            k_part, v_part = (x[key : key + width] for x in (k, v))
-            q, do = self.q[rows, :], self.do[rows, :]
+            k_part, q = self._apart(k, row // height)[keys, :], self._apart(self.q, key // width)[rows, :]
             p = jnp.exp2(dot(k_part, q, _ROWS_BY_ROWS) * self.scale2 - self.lse[:, rows])
             if interval is not None:
                 p = jnp.where(_visible(width, *(x[:, row : row + height] - key for x in interval)), p, 0.0)
-            dv[keys, :] += dot(p.astype(do.dtype), do, _PLAIN)
-            ds = (p * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])).astype(q.dtype)
-            dk[keys, :] += dot(ds, q, _PLAIN)
-            self.dq[:, rows] += dot(k_part, ds, _OVER_KEYS)
+            p_out[keys, rows] = p
+        p_in = self._apart(self.staged.p, 2)
+        for key, row in pieces:
+            rows, keys = pl.ds(row, height), pl.ds(key, width)
+            v_part, do = self._apart(v, row // height)[keys, :], self._apart(self.do, key // width)[rows, :]
+            ds = p_in[keys, rows] * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])
+            ds_out[keys, rows] = ds.astype(ds_out.dtype)
+
+    def copies(self, k: jax.Ref, v: jax.Ref) -> tuple[jax.Ref, jax.Ref]:
+        """Where `clean` leaves copies of a key tile of this size."""
+        return tuple(x.at[: k.shape[0]] for x in (self.staged.clean_k, self.staged.clean_v))
+
+    def clean(self, k: jax.Ref, v: jax.Ref, interval: tuple[jax.Array, jax.Array], dirty: bool | jax.Array) -> None:
+        """Copies a key tile. dirty: keys that no row of the query tile sees may hold anything; the copy has zeros there."""
+        clean_k, clean_v = self.copies(k, v)
+
+        def with_zeros() -> None:
+            seen = _visible(k.shape[0], *interval).astype(jnp.int32).max(axis=1, keepdims=True) > 0
+            clean_k[...], clean_v[...] = (jnp.where(seen, x[...], jnp.zeros(x.shape, x.dtype)) for x in (k, v))
+
+        def whole() -> None:
+            clean_k[...], clean_v[...] = k[...], v[...]
+
+        pl.when(dirty)(with_zeros)
+        pl.when(jnp.logical_not(dirty))(whole)
+
+    def _apart(self, ref: jax.Ref, use: int) -> jax.Ref:
+        """The same array, at an address that the compiler cannot tell to be that of another use."""
+        return ref.at[pl.ds(self.zeros[use % len(self.zeros)], ref.shape[0])]
 
 
 def _visible(keys: int, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -69,9 +121,10 @@ def _visible(keys: int, start: jax.Array, stop: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    order_ref: jax.Ref,  # [B * places], SMEM, as the next two
+    order_ref: jax.Ref,  # [B * places], SMEM, as the next three
     tiles_ref: jax.Ref,  # [B * query_tiles * TILE_FIELDS]
     unused_ref: jax.Ref,  # [B * key_tiles]
+    zeros_ref: jax.Ref,  # [ZEROS]
     rows_ref: jax.Ref,  # [ROW_FIELDS, rows]
     lse_ref: jax.Ref,  # [1, rows], base 2; large for rows that must not count
     delta_ref: jax.Ref,  # [1, rows]
@@ -98,6 +151,11 @@ def _kernel(
     down_k_acc: jax.Ref,  # [own_keys, E] float32, as the next one
     down_v_acc: jax.Ref,
     dq_acc: jax.Ref,  # [E, rows] float32
+    p_s: jax.Ref,  # [keys, rows] float32
+    ds_s: jax.Ref,  # [keys, rows]
+    transposed_k_s: jax.Ref,  # [E, keys]
+    clean_k_s: jax.Ref,  # [keys, E], as the next one
+    clean_v_s: jax.Ref,
     in_sems: jax.Ref,  # [2]
     out_sems: jax.Ref,  # [2]
     *,
@@ -136,29 +194,39 @@ def _kernel(
             buffer[slot] = jnp.where(counts, buffer[slot], jnp.zeros(buffer.shape[1:], buffer.dtype))
 
     dq_acc[...] = jnp.zeros(dq_acc.shape)
-    state = _Tile(t, scale, q_s.at[slot], do_s.at[slot], lse_ref, delta_ref, dq_acc)
+    rows = (q_s.at[slot], do_s.at[slot], lse_ref, delta_ref)
+    state = _Tile(t, scale, rows, dq_acc, _Staged(p_s, ds_s, transposed_k_s, clean_k_s, clean_v_s), zeros_ref)
     if has_own:
         down_k_acc[...], down_v_acc[...] = jnp.zeros(down_k_acc.shape), jnp.zeros(down_v_acc.shape)
-        own = (own_k_s[slot], own_v_s[slot], down_k_acc, down_v_acc)
-        state.add(*own, (rows_ref[2:3], rows_ref[3:4]), clean=True)
+        own, interval = (own_k_s.at[slot], own_v_s.at[slot]), (rows_ref[2:3], rows_ref[3:4])
+        state.clean(*own, interval, True)
+        state.add(*state.copies(*own), down_k_acc, down_v_acc, interval)
 
     tiles_per_chunk = t.chunk // t.keys
     here = chunk_index * tiles_per_chunk
     bounds = (jnp.clip(tiles_ref[row + field], here, here + tiles_per_chunk) for field in range(4))
     first, interior_first, interior_last, last = bounds
 
-    def add(tile: jax.Array, *, masked: bool, clean: bool = False) -> None:
-        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), t.keys)
-        interval = (rows_ref[0:1] - tile * t.keys, rows_ref[1:2] - tile * t.keys) if masked else None
-        state.add(k_ref[keys, :], v_ref[keys, :], dk_acc.at[keys], dv_acc.at[keys], interval, clean=clean)
+    def part(tile: jax.Array, count: int = 1) -> list[jax.Ref]:
+        keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
+        return [x.at[keys] for x in (k_ref, v_ref, dk_acc, dv_acc)]
 
     def edge(tile: jax.Array, _: None) -> None:
         tile = jnp.where(tile < interior_first, tile, tile + interior_last - interior_first)
-        unused = unused_ref[b * t.key_tiles + tile] == 1
-        pl.when(~unused)(lambda: add(tile, masked=True))
-        pl.when(unused)(lambda: add(tile, masked=True, clean=True))
+        *kv, dk, dv = part(tile)
+        interval = (rows_ref[0:1] - tile * t.keys, rows_ref[1:2] - tile * t.keys)
+        state.clean(*kv, interval, unused_ref[b * t.key_tiles + tile] == 1)
+        state.add(*state.copies(*kv), dk, dv, interval)
 
-    jax.lax.fori_loop(interior_first, interior_last, lambda tile, _: add(tile, masked=False), None)
+    def together(i: jax.Array, _: None) -> None:
+        state.add(*part(interior_first + i * count, count), None)
+
+    count = t.keys_at_once // t.keys
+    groups = (interior_last - interior_first) // count
+    jax.lax.fori_loop(0, groups, together, None)
+    if count > 1:
+        left = interior_first + groups * count
+        jax.lax.fori_loop(left, interior_last, lambda tile, _: state.add(*part(tile), None), None)
     jax.lax.fori_loop(first, last - (interior_last - interior_first), edge, None)
 
     pl.when(i >= 2)(lambda: move("wait", i - 2, inward=False))
@@ -178,6 +246,8 @@ def _kernel(
 
 def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype, dq_dtype: jnp.dtype) -> list[Any]:
     """Buffers of `_kernel`, in its order."""
+    keys = max(t.keys_at_once, t.own_keys)
+    staged = jnp.dtype(jnp.float32) if t.staged_bits == 32 else dtype
     return [
         *[pltpu.VMEM((2, t.rows, head_dim), dtype)] * 2,
         *[pltpu.VMEM((2, t.own_keys, head_dim), dtype)] * 2,
@@ -186,6 +256,10 @@ def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype, dq_dtype: jnp.dtype) ->
         *[pltpu.VMEM((t.chunk, head_dim), jnp.float32)] * 2,
         *[pltpu.VMEM((t.own_keys, head_dim), jnp.float32)] * 2,
         pltpu.VMEM((head_dim, t.rows), jnp.float32),
+        pltpu.VMEM((keys, t.rows), jnp.float32),
+        pltpu.VMEM((keys, t.rows), staged),
+        pltpu.VMEM((head_dim, keys), dtype),
+        *[pltpu.VMEM((keys, head_dim), dtype)] * 2,
         *[pltpu.SemaphoreType.DMA((2,))] * 2,
     ]
 
@@ -218,8 +292,10 @@ def backward(
     if own_k is None or own_v is None:
         own_k = own_v = jnp.zeros((1, 1, 1, t.block_keys, E), q.dtype)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    context = pl.BlockSpec((None, None, t.chunk, E), lambda b, g, i, *_: (b, g, chunk_index, 0))
-    gradient = pl.BlockSpec((None, None, t.chunk, E), lambda b, g, i, *_: (b, g, 0, 0))
+    # One buffer each: they change once a kv head, and with two v4 could not hold 3072 keys at once.
+    chunk, once = (None, None, t.chunk, E), pl.Buffered(buffer_count=1)
+    context = pl.BlockSpec(chunk, lambda b, g, i, *_: (b, g, chunk_index, 0), pipeline_mode=once)
+    gradient = pl.BlockSpec(chunk, lambda b, g, i, *_: (b, g, 0, 0), pipeline_mode=once)
     sorted_rows = pl.BlockSpec((None, None, None, 1, t.rows), lambda b, g, i, *_: (b, g, i, 0, 0))
     struct = jax.ShapeDtypeStruct
     dq_dtype = q.dtype if t.chunks == 1 else jnp.float32
@@ -231,11 +307,12 @@ def backward(
         struct(own_v.shape, own_v.dtype),
     ]
     keys = min(t.chunk, k.shape[2] - chunk_index * t.chunk)
+    zeros = jnp.zeros((ZEROS,), jnp.int32)
     arrays = (q, do, own_k, own_v, *[struct((B, G, keys, E), k.dtype)] * 2, *made)
     return pl.pallas_call(
         functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own, chunk_index=chunk_index),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(B, G, t.query_tiles),
             in_specs=[
                 pl.BlockSpec((None, None, ROW_FIELDS, t.rows), lambda b, g, i, *_: (b, i, 0, 0)),
@@ -251,4 +328,4 @@ def backward(
         cost_estimate=cost.estimate(cost.BACKWARD_PRODUCTS, q, keys, t.block_keys if has_own else 0, arrays),
         name="block_attention_backward",
         interpret=interpret,
-    )(plan.order, plan.tiles, plan.unused, plan.rows, lse, delta, q, do, own_k, own_v, k, v)
+    )(plan.order, plan.tiles, plan.unused, zeros, plan.rows, lse, delta, q, do, own_k, own_v, k, v)

@@ -1,5 +1,7 @@
 """Block attention: the reference against enumeration, XLA and the simulated Pallas kernels against the reference."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from block_cases import SIMULATED, SMALL, Shape, adversarial_anchors, arrays, assert_close, run
 
 from pallas_kernels.block_attention import BlockSizes, block_attention, context_attention, visible_intervals
-from pallas_kernels.block_attention.blocks import tiling
+from pallas_kernels.block_attention.blocks import choose, tiling
 from pallas_kernels.block_attention.plan import make_plan, visited_and_needed
+from pallas_kernels.chips import CHIPS
 
 F32 = 1e-5  # float32 sums in another order
 ROWS = {"valid": None, "context_documents": None, "block_documents": None, "slots": None}
@@ -163,6 +166,18 @@ def test_context_alone_gives_output_and_logsumexp() -> None:
         assert np.isneginf(np.asarray(lse)[0, 0]).all() and (np.asarray(out)[0, 0] == 0).all()
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_default_sizes_fit_on_every_chip_and_leave_no_empty_part_of_the_context(chip: str, backward: bool) -> None:
+    element = itertools.product((64, 128, 256), (2, 4))
+    rows = ((64, 16), (32, 32), (5, 32), (1, 1))  # of a block and kv head, and its slots
+    for (head_dim, itemsize), (group_rows, block_size), S in itertools.product(element, rows, (1, 130, 3072, 40960)):
+        shape = {"group_rows": group_rows, "block_size": block_size, "context_length": S}
+        element_size = {"head_dim": head_dim, "itemsize": itemsize, "backward": backward}
+        t = choose(None, chip, anchors=512, **shape, **element_size)  # raises when they do not fit
+        assert (t.chunks - 1) * t.chunk < S <= t.chunks * t.chunk
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_random_anchors_visit_few_tiles_that_no_row_needs(packed: bool) -> None:
     A, K, S = 512, 16, 3072
@@ -192,6 +207,8 @@ def test_errors_name_the_argument_and_its_value() -> None:
         block_attention(q, ck, cv, bk, bv, anchors, implementation="pallas", device_kind="cpu")
     with pytest.raises(ValueError, match="BlockSizes.keys=100"):
         BlockSizes(keys=100)
+    with pytest.raises(ValueError, match="staged_bits=48 must be 16 or 32"):
+        BlockSizes(staged_bits=48)
     with pytest.raises(ValueError, match="v4 offers 12.0 MiB"):
         huge = BlockSizes(context=2**20)
         wide = jax.ShapeDtypeStruct((1, 2, 2**18, 64), jnp.float32)
