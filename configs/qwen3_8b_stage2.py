@@ -2,7 +2,31 @@
 
 Command:  dstill train configs/qwen3_8b_stage2.py        (after configs/qwen3_8b_stage1.py)
 Hardware: as stage 1. Not run yet: no result is claimed here.
-          `dstill plan configs/qwen3_8b_stage2.py --slice v5e-16` says whether it fits; nobody has compiled it yet.
+          Planned (compiled, not run) with
+          `dstill plan configs/qwen3_8b_stage2.py --slice ...`:
+
+plan for v5p-128 (1 x v5p:4x4x4, 64 devices), mesh: data=4, fsdp=16
+  stage2 of Qwen/Qwen3-8B: 64 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
+  set for this slice: mesh.data=4, batches.batch_size=64
+  fits: 7.01 GB of 102.01 GB per device
+  bytes per device: arguments 2.41 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 4.56 GB, program
+      38.65 MB
+  arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB,
+      teacher params 262.35 MB, batch 39.94 kB
+  per device and step: 380 TFLOP, HBM 810.54 GB, ICI 58.80 GB, DCN 0 B (19141257 ICI bytes a token)
+  all-gather: 1031 x over 16 devices (ici), 49.05 GB
+  all-reduce: 170 x over 16 devices (ici), 4.54 GB
+  reduce-scatter: 41 x over 16 devices (ici), 3.77 GB
+  all-to-all: 17 x over 16 devices (ici), 1.03 GB
+  all-reduce: 11 x over 4 devices (ici), 408.94 MB
+  all-reduce: 15 x over 64 devices (ici), 297.52 kB
+  step takes at least: compute 827 ms, hbm 293 ms, ici 98 ms -> bound by compute
+  at most: MFU 91% (compute alone 91%), 237,607 tokens/s, 39,601 anchors/s; 800k samples take at least 0.12 days
+  host memory per device: 1.05 GB while a checkpoint is written, 226.49 MB while weights are loaded; hosts have
+      112.00 GB
+  features of 800k full rows, were they stored: 120.80 TB of disk
+  compiled at the lowest effort (--quick): the real program moves less in HBM, and its memory may differ by a tenth
+  These are bounds from the compiled program and published peaks. Nothing was run.
 """
 
 import runpy

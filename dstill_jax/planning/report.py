@@ -13,7 +13,7 @@ from dstill_jax.runs import RunConfig
 
 NOTE = "compiled for this slice, not run on it: times are lower bounds, rates are upper bounds"
 QUICK_NOTE = (
-    "compiled at the lowest effort (--quick): the real program moves less in HBM, and may need a tenth more memory"
+    "compiled at the lowest effort (--quick): the real program moves less in HBM, and its memory may differ by a tenth"
 )
 PAPER_SAMPLES = 800_000  # conversations of the published recipe (arXiv 2602.06036)
 

@@ -32,13 +32,14 @@ def planned(path: Path, slice_name: str, quick: bool) -> str:
 
 
 def with_plans(source: str, name: str, plans: list[str]) -> str:
-    """The file's text with these plans at the end of its docstring, in place of those that were there."""
+    """The file's text with these plans at the end of its docstring, in place of those for the same slices."""
     opening, description, code = source.split('"""', 2)
-    before = re.split(r"^plan for ", description, maxsplit=1, flags=re.MULTILINE)[0]
+    before, *old = re.split(r"^(?=plan for )", description, flags=re.MULTILINE)
+    by_slice = {plan.split()[2]: plan.strip() for plan in (*old, *plans)}
     before = _UNPLANNED.sub(
         f"Planned (compiled, not run) with\n          `dstill plan configs/{name} --slice ...`:", before
     )
-    return '"""'.join((opening, before.rstrip() + "\n\n" + "\n\n".join(plans) + "\n", code))
+    return '"""'.join((opening, before.rstrip() + "\n\n" + "\n\n".join(by_slice.values()) + "\n", code))
 
 
 def main() -> None:
