@@ -107,7 +107,8 @@ def test_command_is_installed_with_the_wheel(wheel: Path) -> None:
 
 def test_public_names_are_pinned() -> None:
     assert dstill_jax.__all__ == [
-        *("UserError", "__version__", "draft_logits", "generate", "load_drafter", "load_target", "save_drafter")
+        *("DraftTree", "UserError", "__version__", "build_tree", "draft_logits", "generate"),
+        *("load_drafter", "load_target", "save_drafter"),
     ]
 
 
