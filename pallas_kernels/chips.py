@@ -30,10 +30,6 @@ class Chip:
         """Rows of activations that one pass over bf16 weights carries before arithmetic, not HBM, sets the time."""
         return self.bf16_flops_per_second / self.hbm_bytes_per_second
 
-    def mxu_cycles(self, m: int, k: int, n: int) -> float:
-        """Fewest cycles of a bf16 product [m, k] x [k, n] with every lane of every MXU busy."""
-        return m * k * n / (self.mxus * self.mxu_size**2)
-
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -21,6 +21,7 @@ class BlockSizes:
     keys: int = 512  # context keys of a tile: the unit that is visited or skipped
     rows_unrolled: int = 128  # rows of one product forward; the tile's products are laid out one after another
     keys_unrolled: int = 512  # keys of one product forward
+    weights_staged: bool = False  # forward, through VMEM on the way from product to product
     rows_unrolled_backward: int = 128
     keys_unrolled_backward: int = 512
     rows_summed: int = 512  # rows of one product that gives dq
@@ -32,6 +33,8 @@ class BlockSizes:
         if self.staged_bits not in (16, 32):
             raise ValueError(f"BlockSizes.staged_bits={self.staged_bits} must be 16 or 32")
         for field in dataclasses.fields(self):
+            if field.name == "weights_staged":
+                continue
             multiple = {"staged_bits": 16, "keys_unrolled_backward": SUBLANES}.get(field.name, LANES)
             check_multiple(f"BlockSizes.{field.name}", getattr(self, field.name), multiple)
         check_multiple("BlockSizes.context", self.context, self.keys)
@@ -51,6 +54,7 @@ class Tiling:
     own_keys: int  # columns of the own part of a query tile
     rows_unrolled: int
     keys_unrolled: int
+    weights_staged: bool
     rows_unrolled_backward: int
     keys_unrolled_backward: int
     rows_summed: int
@@ -92,6 +96,7 @@ def tiling(sizes: BlockSizes, anchors: int, group_rows: int, block_size: int, co
         own_keys=round_up(blocks * block_keys, LANES),
         rows_unrolled=_divisor(rows, sizes.rows_unrolled),
         keys_unrolled=_divisor(keys, sizes.keys_unrolled),
+        weights_staged=sizes.weights_staged,
         rows_unrolled_backward=_divisor(rows, sizes.rows_unrolled_backward),
         keys_unrolled_backward=_divisor(keys, sizes.keys_unrolled_backward, SUBLANES),
         rows_summed=_divisor(rows, sizes.rows_summed),
@@ -111,7 +116,8 @@ def vmem_bytes(t: Tiling, head_dim: int, itemsize: int, *, backward: bool) -> in
     context = t.chunk * per_key_bytes(head_dim, itemsize, backward=backward)
     if not backward:
         tile = t.rows * (lanes * (4 * itemsize + 4) + 4 * LANES * 4) + 2 * 2 * t.own_keys * lanes * itemsize
-        return context + tile + 4 * t.rows_unrolled * t.keys * 4
+        staged = 2 * t.rows * t.keys * itemsize if t.weights_staged else 0
+        return context + tile + staged + 4 * t.rows_unrolled * t.keys * 4
     tile = t.rows * lanes * (6 * itemsize + 4) + t.own_keys * lanes * (8 * itemsize)
     staged = max(t.keys_at_once, t.own_keys) * (t.rows * (4 + max(t.staged_bits // 8, itemsize)) + 3 * lanes * itemsize)
     return context + tile + staged + 4 * t.rows_unrolled_backward * t.keys * 4
@@ -132,10 +138,15 @@ def heuristic(
     # The largest products whose values stay in registers, by the compiled schedules.
     products = {"rows_unrolled": 256, "keys_unrolled": 512, "rows_unrolled_backward": 512}
     if facts.mxu_size == 128:
-        products |= {"rows_unrolled": 512, "keys_unrolled": 128, "rows_summed": 128, "keys_at_once": 1024}
+        products |= {"weights_staged": True, "rows_summed": 128, "keys_at_once": 1024}
     if facts.name == "v4":  # its registers are half as many, and what it loads in bfloat16 it has to pack anew
-        products |= {"rows_unrolled_backward": 128, "keys_unrolled_backward": 128, "keys_at_once": 512}
-        products["staged_bits"] = 32
+        products |= {"rows_unrolled": 512, "keys_unrolled": 128, "weights_staged": False}
+        products |= {
+            "rows_unrolled_backward": 128,
+            "keys_unrolled_backward": 128,
+            "keys_at_once": 512,
+            "staged_bits": 32,
+        }
     per_key = per_key_bytes(head_dim, itemsize, backward=backward)
     for size in (512, 256, LANES):
         sizes = BlockSizes(rows=size, keys=size, context=size, **products)

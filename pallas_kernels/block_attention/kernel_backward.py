@@ -3,10 +3,8 @@
 Scores stand transposed here, [keys, rows]: the residuals of a row are then plain lane vectors, four of the five
 products need no transposition, and the gradients of the keys of a chunk stay in VMEM while all query tiles pass.
 
-Probabilities and gradients of scores go through VMEM between the products that make them and those that sum over them. Left to
-itself the compiler forwards what is stored to where it is loaded, and loads once what is used twice; registers then run
-out, and it spills. So each such use has an offset of its own: a zero that comes as data, which the compiler must take
-for any number.
+Probabilities and gradients of scores go through VMEM between the products that make them and those that sum over them,
+each use of a buffer apart from the others (`apart`).
 """
 
 import functools
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_attention import cost
+from pallas_kernels.block_attention import apart, cost
 from pallas_kernels.block_attention.blocks import Tiling
 from pallas_kernels.block_attention.copies import each_copy
 from pallas_kernels.block_attention.kernel_forward import LOG2_E, NEVER, column, dot, wide
@@ -27,8 +25,6 @@ from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
 
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # contracts the head size
 _PLAIN = (((1,), (0,)), ((), ()))
-ALIGNED = 16  # rows: what every offset is a multiple of
-ZEROS = 16  # offsets that the compiler cannot tell apart from others
 
 
 class _Staged(NamedTuple):
@@ -56,7 +52,7 @@ class _Tile:
         self.t, self.scale2 = t, scale * LOG2_E
         self.q, self.do, self.lse, self.delta = rows
         self.dq, self.staged = dq, staged
-        self.zeros = [pl.multiple_of(zeros[i], ALIGNED) for i in range(zeros.shape[0])]
+        self.apart = apart.Apart(zeros)
 
     def add(
         self, k: jax.Ref, v: jax.Ref, dk: jax.Ref, dv: jax.Ref, interval: tuple[jax.Array, jax.Array] | None
@@ -64,31 +60,31 @@ class _Tile:
         """One key tile. `interval` masks: the keys, counted from the tile's first, that each row sees, each [1, rows]."""
         self._stage(k, v, interval)
         (count, _), height, dtype = k.shape, self.t.rows_summed, k.dtype
-        dv[...] += dot(self._apart(self.staged.p, 1)[:count].astype(dtype), self.do[...], _PLAIN)
-        dk[...] += dot(self._apart(self.staged.ds, 1)[:count].astype(dtype), self.q[...], _PLAIN)
-        ds = self._apart(self.staged.ds, 2)
+        dv[...] += dot(self.apart(self.staged.p, 1)[:count].astype(dtype), self.do[...], _PLAIN)
+        dk[...] += dot(self.apart(self.staged.ds, 1)[:count].astype(dtype), self.q[...], _PLAIN)
+        ds = self.apart(self.staged.ds, 2)
         for row in range(0, self.t.rows, height):
-            rows, transposed = pl.ds(row, height), self._apart(self.staged.transposed_k, 1 + row // height)
+            rows, transposed = pl.ds(row, height), self.apart(self.staged.transposed_k, 1 + row // height)
             self.dq[:, rows] += dot(transposed[:, :count], ds[:count, rows].astype(dtype), _PLAIN)
 
     def _stage(self, k: jax.Ref, v: jax.Ref, interval: tuple[jax.Array, jax.Array] | None) -> None:
         """Transposed keys, all probabilities, then all gradients of scores: while the last are made, dv needs no more."""
         (count, _), height = k.shape, self.t.rows_unrolled_backward
         width = math.gcd(self.t.keys_unrolled_backward, count)
-        p_out, ds_out, k_out = (self._apart(x, 0) for x in (self.staged.p, self.staged.ds, self.staged.transposed_k))
+        p_out, ds_out, k_out = (self.apart(x, 0) for x in (self.staged.p, self.staged.ds, self.staged.transposed_k))
         k_out[:, :count] = k[...].T
         pieces = list(itertools.product(range(0, count, width), range(0, self.t.rows, height)))
         for key, row in pieces:
             rows, keys = pl.ds(row, height), pl.ds(key, width)
-            k_part, q = self._apart(k, row // height)[keys, :], self._apart(self.q, key // width)[rows, :]
+            k_part, q = self.apart(k, row // height)[keys, :], self.apart(self.q, key // width)[rows, :]
             p = jnp.exp2(dot(k_part, q, _ROWS_BY_ROWS) * self.scale2 - self.lse[:, rows])
             if interval is not None:
                 p = jnp.where(_visible(width, *(x[:, row : row + height] - key for x in interval)), p, 0.0)
             p_out[keys, rows] = p
-        p_in = self._apart(self.staged.p, 2)
+        p_in = self.apart(self.staged.p, 2)
         for key, row in pieces:
             rows, keys = pl.ds(row, height), pl.ds(key, width)
-            v_part, do = self._apart(v, row // height)[keys, :], self._apart(self.do, key // width)[rows, :]
+            v_part, do = self.apart(v, row // height)[keys, :], self.apart(self.do, key // width)[rows, :]
             ds = p_in[keys, rows] * (dot(v_part, do, _ROWS_BY_ROWS) - self.delta[:, rows])
             ds_out[keys, rows] = ds.astype(ds_out.dtype)
 
@@ -110,10 +106,6 @@ class _Tile:
         pl.when(dirty)(with_zeros)
         pl.when(jnp.logical_not(dirty))(whole)
 
-    def _apart(self, ref: jax.Ref, use: int) -> jax.Ref:
-        """The same array, at an address that the compiler cannot tell to be that of another use."""
-        return ref.at[pl.ds(self.zeros[use % len(self.zeros)], ref.shape[0])]
-
 
 def _visible(keys: int, start: jax.Array, stop: jax.Array) -> jax.Array:
     index = jax.lax.broadcasted_iota(jnp.int32, (keys, start.shape[1]), 0)
@@ -124,7 +116,7 @@ def _kernel(
     order_ref: jax.Ref,  # [B * places], SMEM, as the next three
     tiles_ref: jax.Ref,  # [B * query_tiles * TILE_FIELDS]
     unused_ref: jax.Ref,  # [B * key_tiles]
-    zeros_ref: jax.Ref,  # [ZEROS]
+    zeros_ref: jax.Ref,  # [apart.USES]
     rows_ref: jax.Ref,  # [ROW_FIELDS, rows]
     lse_ref: jax.Ref,  # [1, rows], base 2; large for rows that must not count
     delta_ref: jax.Ref,  # [1, rows]
@@ -307,7 +299,6 @@ def backward(
         struct(own_v.shape, own_v.dtype),
     ]
     keys = min(t.chunk, k.shape[2] - chunk_index * t.chunk)
-    zeros = jnp.zeros((ZEROS,), jnp.int32)
     arrays = (q, do, own_k, own_v, *[struct((B, G, keys, E), k.dtype)] * 2, *made)
     return pl.pallas_call(
         functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own, chunk_index=chunk_index),
@@ -328,4 +319,4 @@ def backward(
         cost_estimate=cost.estimate(cost.BACKWARD_PRODUCTS, q, keys, t.block_keys if has_own else 0, arrays),
         name="block_attention_backward",
         interpret=interpret,
-    )(plan.order, plan.tiles, plan.unused, zeros, plan.rows, lse, delta, q, do, own_k, own_v, k, v)
+    )(plan.order, plan.tiles, plan.unused, apart.zeros(), plan.rows, lse, delta, q, do, own_k, own_v, k, v)

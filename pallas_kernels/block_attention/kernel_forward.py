@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_attention import cost
+from pallas_kernels.block_attention import apart, cost
 from pallas_kernels.block_attention.blocks import LANES, Tiling
 from pallas_kernels.block_attention.copies import each_copy
 from pallas_kernels.block_attention.plan import ROW_FIELDS, TILE_FIELDS, Plan
@@ -68,26 +68,52 @@ class _Tile:
         columns: jax.Ref,
         intervals: jax.Ref,
         acc: jax.Ref,
+        weights: tuple[jax.Ref, ...],
+        zeros: jax.Ref,
     ) -> None:
         self.t, self.scale2, self.q, self.acc = t, scale * LOG2_E, q, acc
         self.keys_transposed = keys_transposed
         self.reference, self.total = columns.at[0], columns.at[1]
         self.start, self.stop = intervals.at[0], intervals.at[1]
+        self.weights, self.apart = weights, apart.Apart(zeros)
 
-    def add(self, k: jax.Array, v: jax.Array, base: jax.Array | None) -> None:
-        """The hot path: one key tile relative to the fixed number. `base` = position of its first key, if to be masked."""
+    def add(self, k: jax.Ref, v: jax.Ref, base: jax.Array | None) -> None:
+        """The hot path: key tiles relative to the fixed number. `base` = position of the first key, if to be masked."""
+        if self.weights:
+            self._add_staged(k, v, base)
+            return
+        k, v = k[...], v[...]
         height, width = self.t.rows_unrolled, self.t.keys_unrolled
         for row, key in itertools.product(range(0, self.t.rows, height), range(0, v.shape[0], width)):
             rows, keys = pl.ds(row, height), slice(key, key + width)
-            scores = self._scores(rows, k[:, keys] if self.keys_transposed else k[keys])
+            scores = self._scores(self.q[rows, :], k[:, keys] if self.keys_transposed else k[keys])
             if base is not None:
                 scores = jnp.where(self._visible(rows, width, base + key), scores, MASKED)
             p = jnp.exp2(scores - wide(self.reference[rows, :], width))
             self.total[rows, :] += _lane_sums(p)
             self.acc[rows, :] += dot(p.astype(v.dtype), v[keys], _PLAIN)
 
-    def add_online(self, k: jax.Array, v: jax.Array, base: jax.Array) -> None:
+    def _add_staged(self, k: jax.Ref, v: jax.Ref, base: jax.Array | None) -> None:
+        """The same with each tile's weights in VMEM before they are multiplied."""
+        height, width, size = self.t.rows_unrolled, self.t.keys_unrolled, self.t.keys
+        tiles = self.weights[: v.shape[0] // size]
+        for (i, weights), row in itertools.product(enumerate(tiles), range(0, self.t.rows, height)):
+            for key in range(i * size, (i + 1) * size, width):
+                rows, keys, use = pl.ds(row, height), pl.ds(key, width), key // width
+                k_part = self.apart(k, row // height)
+                k_part = k_part[:, keys] if self.keys_transposed else k_part[keys, :]
+                scores = self._scores(self.apart(self.q, use)[rows, :], k_part)
+                if base is not None:
+                    scores = jnp.where(self._visible(rows, width, base + key), scores, MASKED)
+                p = jnp.exp2(scores - wide(self.apart(self.reference, use)[rows, :], width))
+                self.total[rows, :] += _lane_sums(p)
+                self.apart(weights, 0)[rows, pl.ds(key - i * size, width)] = p.astype(v.dtype)
+        for i, weights in enumerate(tiles):
+            self.acc[...] += dot(self.apart(weights, 1)[...], v[pl.ds(i * size, size), :], _PLAIN)
+
+    def add_online(self, k: jax.Ref, v: jax.Ref, base: jax.Array) -> None:
         """Any scores, any masks, any content of keys that nobody sees: slower, and rarely needed."""
+        k, v = k[...], v[...]
         keys, E = v.shape
         seen = self._visible(pl.ds(0, self.t.rows), keys, base).astype(jnp.int32).max(axis=0, keepdims=True)
         v = jnp.where(wide(column(seen), E) > 0, v, jnp.zeros_like(v))
@@ -95,7 +121,7 @@ class _Tile:
         def some_rows(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
             visible = self._visible(rows, keys, base)
-            scores = jnp.where(visible, self._scores(rows, k), MASKED)
+            scores = jnp.where(visible, self._scores(self.q[rows, :], k), MASKED)
             old = self.reference[rows, :]
             new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
             p = jnp.where(visible, jnp.exp2(scores - wide(new, keys)), 0.0)
@@ -106,9 +132,9 @@ class _Tile:
 
         jax.lax.fori_loop(0, self.t.rows // LANES, some_rows, None)
 
-    def _scores(self, rows: pl.Slice, k: jax.Array) -> jax.Array:
+    def _scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
         dimensions = _PLAIN if self.keys_transposed else _ROWS_BY_KEYS
-        return dot(self.q[rows, :], k, dimensions) * self.scale2
+        return dot(q, k, dimensions) * self.scale2
 
     def _visible(self, rows: pl.Slice, keys: int, base: jax.Array) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.int32, (rows.size, keys), 1) + base
@@ -152,10 +178,11 @@ class _Tile:
 
 
 def _kernel(
-    order_ref: jax.Ref,  # [B * places], SMEM, as the next three
+    order_ref: jax.Ref,  # [B * places], SMEM, as the next four
     tiles_ref: jax.Ref,  # [B * query_tiles * TILE_FIELDS]
     unused_ref: jax.Ref,  # [B * key_tiles]
     bound_ref: jax.Ref,  # [B * G] largest norm of a key that some row sees
+    zeros_ref: jax.Ref,  # [apart.USES]
     rows_ref: jax.Ref,  # [ROW_FIELDS, rows]
     q_hbm: jax.Ref,  # [B, A, G, N, E], HBM, as the next two
     own_k_hbm: jax.Ref,  # [B, A, G, Kp, E]
@@ -171,6 +198,7 @@ def _kernel(
     columns_s: jax.Ref,  # [2, rows, LANES] float32: fixed number or running maximum, sums
     intervals_s: jax.Ref,  # [2, rows, LANES] int32: start, stop
     acc_s: jax.Ref,  # [rows, E]
+    weights_s: tuple[jax.Ref, ...],  # [rows, keys] of two tiles, or nothing
     safe_s: jax.Ref,  # [1], SMEM
     in_sems: jax.Ref,  # [2]
     out_sems: jax.Ref,  # [2]
@@ -196,7 +224,7 @@ def _kernel(
         first, count = (b * t.query_tiles + tile) * t.blocks, jnp.minimum(t.blocks, anchors - tile * t.blocks)
         each_copy(action, buffers, out_sems.at[tile % 2], order_ref, first, count, (b, g), inward=False)
 
-    state = _Tile(t, scale, keys_transposed, q_s.at[slot], columns_s, intervals_s, acc_s)
+    state = _Tile(t, scale, keys_transposed, q_s.at[slot], columns_s, intervals_s, acc_s, weights_s, zeros_ref)
 
     @pl.when(c == 0)
     def _() -> None:
@@ -213,9 +241,9 @@ def _kernel(
         jnp.clip(tiles_ref[row_tile * TILE_FIELDS + field], here, here + tiles_per_chunk) for field in range(4)
     )
 
-    def key_tile(tile: jax.Array, count: int = 1) -> tuple[jax.Array, jax.Array]:
+    def key_tile(tile: jax.Array, count: int = 1) -> tuple[jax.Ref, jax.Ref]:
         keys = pl.ds(pl.multiple_of((tile - here) * t.keys, t.keys), count * t.keys)
-        return k_ref[:, keys] if keys_transposed else k_ref[keys, :], v_ref[keys, :]
+        return k_ref.at[:, keys] if keys_transposed else k_ref.at[keys], v_ref.at[keys]
 
     def pair(i: jax.Array, _: None) -> None:
         state.add(*key_tile(interior_first + 2 * i, 2), None)
@@ -280,6 +308,7 @@ def _scratch(t: Tiling, head_dim: int, dtype: jnp.dtype) -> list[Any]:
         pltpu.VMEM((2, t.rows, LANES), jnp.float32),
         pltpu.VMEM((2, t.rows, LANES), jnp.int32),
         pltpu.VMEM((t.rows, head_dim), jnp.float32),
+        [pltpu.VMEM((t.rows, t.keys), dtype)] * (2 if t.weights_staged else 0),
         pltpu.SMEM((1,), jnp.int32),
         *[pltpu.SemaphoreType.DMA((2,))] * 2,
     ]
@@ -319,7 +348,7 @@ def forward(
     return pl.pallas_call(
         functools.partial(_kernel, t=t, scale=scale, anchors=A, has_own=has_own, keys_transposed=keys_transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(B, G, t.query_tiles, t.chunks),
             in_specs=[
                 pl.BlockSpec((None, None, ROW_FIELDS, t.rows), lambda b, g, i, c, *_: (b, i, 0, 0)),
@@ -338,4 +367,4 @@ def forward(
         cost_estimate=cost.estimate(cost.FORWARD_PRODUCTS, q, v.shape[2], own, (q, own_k, own_v, k, v, *made)),
         name="block_attention_forward",
         interpret=interpret,
-    )(plan.order, plan.tiles, plan.unused, key_bound, plan.rows, q, own_k, own_v, k, v)
+    )(plan.order, plan.tiles, plan.unused, key_bound, apart.zeros(), plan.rows, q, own_k, own_v, k, v)

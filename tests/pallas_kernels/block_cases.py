@@ -13,6 +13,7 @@ from pallas_kernels.block_attention import BlockSizes, block_attention
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 SMALL = BlockSizes(rows=128, keys=128, context=256)
+STAGED = dataclasses.replace(SMALL, weights_staged=True)
 NAMES = ("out", "dq", "dcontext_k", "dcontext_v", "dblock_k", "dblock_v")
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_cases import SIMULATED, SMALL, Shape, adversarial_anchors, arrays, assert_close, run
+from block_cases import SIMULATED, SMALL, STAGED, Shape, adversarial_anchors, arrays, assert_close, run
 
 from pallas_kernels.block_attention import BlockSizes, block_attention, context_attention, visible_intervals
 from pallas_kernels.block_attention.blocks import choose, tiling
@@ -93,7 +93,7 @@ def simulated():
             def attend(*x: jax.Array) -> jax.Array:
                 return block_attention(
                     *x, anchors, valid=valid, context_documents=documents, implementation=implementation,
-                    interpret=interpret, block_sizes=SMALL,
+                    interpret=interpret, block_sizes=STAGED,
                 )  # fmt: skip
 
             *operands, cotangent = inputs
@@ -228,7 +228,7 @@ def test_keys_with_their_slots_last_give_the_same_output_and_gradients(implement
     inputs, anchors = arrays(shape), adversarial_anchors(shape)["random"][None]
     wanted = run("reference", inputs, anchors)
     q, k, *rest = inputs
-    actual = run(implementation, (q, k.swapaxes(2, 3), *rest), anchors, key_layout="BGEC")
+    actual = run(implementation, (q, k.swapaxes(2, 3), *rest), anchors, key_layout="BGEC", block_sizes=STAGED)
     actual["dcontext_k"] = actual["dcontext_k"].swapaxes(2, 3)
     assert_close(actual, wanted, F32)
 
