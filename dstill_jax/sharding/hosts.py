@@ -250,7 +250,8 @@ class _Watch:
 
     def _give_up(self, reason: str) -> None:
         with self._ending:
-            print(f"dstill: {reason}; this process ends, too; {_ADVICE}", file=sys.stderr, flush=True)
+            # Said by the shell, which then has nothing more to say: jax may end this process at the same moment.
+            _dismiss(self._sentinel, f"dstill: {reason}; this process ends, too; {_ADVICE}")
             self._end(1)
 
     def _end(self, status: int) -> None:
@@ -267,12 +268,15 @@ def _start_sentinel(launch: Launch) -> subprocess.Popen:
         f"dstill: process {launch.process_id} of {launch.processes} was ended from outside (killed, out of memory, or"
         f" process 0 is gone: see the lines above); {_ADVICE}"
     )
-    command = ["sh", "-c", 'read word || echo "$0" >&2', text]
+    script = 'read -r words || words="$0"; [ "$words" = done ] || printf "%s\\n" "$words" >&2'
+    command = ["sh", "-c", script, text]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def _dismiss(sentinel: subprocess.Popen) -> None:
+def _dismiss(sentinel: subprocess.Popen, words: str = "done") -> None:
+    """Ends the shell, which first says `words`, one line, unless they are "done". Once is enough; more does no harm."""
     assert sentinel.stdin is not None
-    sentinel.stdin.write(b"done\n")
-    sentinel.stdin.close()
+    with contextlib.suppress(ValueError, BrokenPipeError):  # it was dismissed before
+        sentinel.stdin.write(f"{words}\n".encode())
+        sentinel.stdin.close()
     sentinel.wait()
