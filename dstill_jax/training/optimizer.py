@@ -38,12 +38,12 @@ class Optimizer:
 def build_optimizer(config: OptimizerConfig, total_steps: int) -> Optimizer:
     """Clip by global norm, the directions of `config.kind`, decoupled weight decay on matrices, warm-up and cosine."""
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    directions = _muon(config) if config.kind == "muon" else _adamw(config)
-    return Optimizer(optax.chain(clip, directions), build_schedule(config, total_steps), config.ema_decay)
+    directions = (_muon(config),) if config.kind == "muon" else _adamw(config)
+    return Optimizer(optax.chain(clip, *directions), build_schedule(config, total_steps), config.ema_decay)
 
 
-def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.chain(
+def _adamw(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
+    return (
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )
@@ -67,7 +67,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     def kinds(params: Params) -> Params:
         return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params)
 
-    return optax.partition({"matrix": matrices, "rest": _adamw(config)}, kinds)
+    return optax.partition({"matrix": matrices, "rest": optax.chain(*_adamw(config))}, kinds)
 
 
 def build_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
