@@ -11,6 +11,7 @@ compile has changed. Writes results.json beside this file and prints the tables 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import runpy
@@ -344,6 +345,25 @@ def splash_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: dict[str, Any]) -> str:
+    """Ours and, behind it, splash at its best tile size; a column for each chip. For `pallas_kernels/README.md`."""
+    figures: dict[str, Callable[[dict[str, Any]], str]] = {
+        "bundles": lambda row: str(row["bundles_per_512x512"]),
+        "MXU busy": lambda row: f"{row['busy']['MXU']:.0%}",
+        "spills + fills": lambda row: str(row["spills_and_fills"]),
+        "HBM bytes": lambda row: f"{row['hbm_bytes'] / 1e6:.0f} MB",
+        "temporaries": lambda row: f"{row['temporary_bytes'] / 1e6:.1f} MB",
+    }
+    chips = results["rows"]
+    lines = [f"| ours, splash | {' | '.join(chips)} |", "|---|" + "---|" * len(chips)]
+    for direction, (figure, cell) in itertools.product(("forward", "backward"), figures.items()):
+        pairs = [
+            (rows[f"ours {direction}"], *list(splash_rows(rows, direction).values())[:1]) for rows in chips.values()
+        ]
+        lines.append(f"| {direction}: {figure} | {' | '.join(', '.join(map(cell, pair)) for pair in pairs)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", help="by default all")
@@ -355,7 +375,7 @@ def main() -> None:
         os.environ["LIBTPU_INIT_ARGS"] = testing.dump_flags(Path(dump))
         compile_missing(results, chips, path, Path(dump))
     tables = runpy.run_path(str(HERE / "decode_and_head.py"))["tables"]
-    print(table(results), splash_table(results), *tables(results["rows"]), sep="\n\n")
+    print(summary(results), table(results), splash_table(results), *tables(results["rows"]), sep="\n\n")
 
 
 if __name__ == "__main__":
