@@ -1,6 +1,7 @@
 """Experiments that cannot be run here in full: their arms are sound, and small pieces of them are right."""
 
 import importlib
+import runpy
 import sys
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def test_every_arm_of_the_bench_is_a_run_that_starts_from_an_arm_before_it(bench
         if run.new is not None:
             assert run.new.block_size == block_size
         seen.add(name)
+
+
+def test_every_arm_at_scale_starts_from_one_before_it():
+    script = runpy.run_path(str(BENCH.parent / "004_smollm2_at_scale" / "run.py"))
+    seen = set()
+    for name, stage in script["stages"]().items():
+        assert stage.start is None or stage.start in seen
+        seen.add(name)
+    assert set(script["TREES_OF"]) <= seen
 
 
 def test_loops_are_told_from_text_that_only_repeats_words(bench):

@@ -35,7 +35,7 @@ def _remember(
 ) -> DecodeState:
     """Stores what the target computed at `positions`: its cache, the drafter's context, recorded features.
 
-    What lies past the accepted prefix is written too: no mask admits them before a later round has overwritten them.
+    What lies past the accepted prefix is written too: no mask admits it before a later round has overwritten it.
     """
     context = state.context
     batch = jnp.arange(positions.shape[0])[:, None]

@@ -20,8 +20,10 @@ GAMMA = {8: 4.0, 16: 7.0}
 STEPS = {"small": (8000, 2000, 2000), "large": (16000, 4000, 4000)}
 """By size of the data: steps of plain training from scratch, of partly revealed views, and of the second stage."""
 
-STEP_COST = {8: 1.7, 16: 2.4}
-"""Time of a stage-2 step over that of a plain one: medians of 60 steps, one thread (`costs.py`)."""
+STEP_COST = {8: 1.6, 16: 2.7}
+"""Time of a stage-2 step over that of a plain one, by which equal compute is reckoned: 103 / 65 and 269 / 99 ms, one
+thread (`costs.py`)."""
+DEEP = 4  # layers of the deeper drafters: as many as the target has
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class Arm:
     objective: StageOneConfig | StageTwoConfig
     steps: int
     start: str | None = None  # arm whose drafter it goes on from; None: a new one
-    teacher: str | None = None  # arm that teaches; None: `start`
     num_layers: int = 2
     learning_rate: float = 1.2e-3  # of arms that go on; a new drafter begins with 2.5e-3
     optimizer: str = "adamw"
@@ -85,17 +86,11 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     found["refresh"] = Arm("dstill once more, its student the teacher", distil, then, "dstill")
     found["dstill_long"] = Arm("stage 2, three times as long", distil, 3 * then, "s1")
     found |= _short(gamma, first // 4)
-    for layers in (4,):
-        deep = {
-            "a1": Arm(f"plain, {layers} layers", plain, first, num_layers=layers),
-            "s1": Arm("then partly revealed blocks", views, views_steps, "a1", refined=True),
-            "a1c": Arm("control", plain, then, "s1"),
-            "auf": Arm("AUF", auf, then, "s1"),
-            "dstill": Arm("stage 2", distil, then, "s1"),
-        }
-        for name, arm in deep.items():
-            start = None if arm.start is None else f"deep_{arm.start}"
-            found[f"deep_{name}"] = replace(arm, start=start, num_layers=layers)
+    for name in ("a1", "s1", "a1c", "auf", "dstill"):
+        start = None if found[name].start is None else f"deep_{found[name].start}"
+        found[f"deep_{name}"] = replace(
+            found[name], about=f"{DEEP} layers: {found[name].about}", start=start, num_layers=DEEP
+        )
     return found
 
 
@@ -167,7 +162,6 @@ def run_config(
         batches=PipelineConfig(seq_len=PROMPT_TOKENS + NEW_TOKENS, batch_size=rows, seed=seed),
         new=new,
         start_from=None if arm.start is None else folders[arm.start],
-        teacher=None if arm.teacher is None else folders[arm.teacher],
         anchors_per_row=anchors,
         compute_dtype="float32",
     )

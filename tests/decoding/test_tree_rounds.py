@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from plain_decoding import NEW, REQUESTS, decode, run
 from tiny_models import block_logits, random_target
+from tree_cases import accepted_in_tree
 
 from dstill_jax.decoding import rounds
 from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session
 from dstill_jax.decoding.trees import build_tree
-from dstill_jax.evaluation.acceptance import accepted_in_tree
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.target import Target

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import log_softmax
+from tree_cases import accepted_in_tree
 
 import dstill_jax as dj
 from dstill_jax.decoding.trees import DraftTree, build_tree, chain, visibility, walk
 from dstill_jax.errors import UserError
-from dstill_jax.evaluation.acceptance import accepted_in_tree
 from pallas_kernels.tree_attention import unpack_words
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

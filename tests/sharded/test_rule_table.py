@@ -26,6 +26,7 @@ from dstill_jax.sharding import (
 from dstill_jax.sharding.mesh import check_rows_divide
 from dstill_jax.sharding.rules import logical_axes
 from dstill_jax.training import OptimizerConfig, build_optimizer, init_state
+from dstill_jax.training.config import OPTIMIZERS
 
 MESH = AbstractMesh((1, 2, 4, 2), AXES, axis_types=(AxisType.Auto,) * 4)
 
@@ -46,8 +47,9 @@ def models() -> list[tuple[str, tuple[int, ...]]]:
         functools.partial(drafter_lib.init_params, drafter_config(target_config())), jax.random.key(0)
     )
     found += paths(drafter)
-    optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
-    found += paths(jax.eval_shape(functools.partial(init_state, optimizer=optimizer, seed=0), drafter))
+    for kind in OPTIMIZERS:
+        optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-3, kind=kind), 10)
+        found += paths(jax.eval_shape(functools.partial(init_state, optimizer=optimizer, seed=0), drafter))
     cache = jax.eval_shape(lambda: target_lib.init_cache(target_config(), 2, 16, jnp.float32, True))
     return found + paths(cache)
 
