@@ -64,7 +64,6 @@ class RunConfig:
     anchors_per_row: int = 512  # blocks drawn from each row in each step
     vocabulary: int | None = None  # train on this many most frequent tokens only; None: on all
     compute_dtype: str = "bfloat16"  # of activations; parameters and optimiser state are float32
-    head_chunk: int = 512  # rows of logits held at a time (on a mesh: rows that each device adds)
     mesh: MeshConfig = MeshConfig()  # one device unless set
     memory: Memory = Memory()  # what is computed twice to save memory
     checkpoints: str | None = None  # folder or bucket (gs://...) of the checkpoints; None: in `out`
@@ -76,7 +75,7 @@ class RunConfig:
             raise UserError("RunConfig.teacher is read by stage 2 only; leave it out for stage 1")
         if isinstance(self.objective, StageTwoConfig) and self.teacher is None and self.start_from is None:
             raise UserError("stage 2 distils a stage-1 drafter: name it with start_from, or with teacher")
-        for name in ("anchors_per_row", "head_chunk", "vocabulary"):
+        for name in ("anchors_per_row", "vocabulary"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"RunConfig.{name}={value} must be at least 1")
@@ -338,7 +337,7 @@ def loss_function(
     config: RunConfig, target: TargetConfig, drafter: DrafterConfig, mesh: Mesh | None = None
 ) -> Callable[..., Any]:
     """The run's loss as `training.step` wants it, with everything static compiled in."""
-    task = Task(target, drafter, config.anchors_per_row, config.compute_dtype, config.head_chunk, config.memory)
+    task = Task(target, drafter, config.anchors_per_row, config.compute_dtype, memory=config.memory)
     objective, total = config.objective, config.train.total_steps
     one = functools.partial(
         stage_two_loss if isinstance(objective, StageTwoConfig) else stage_one_loss,  # type: ignore[arg-type]

@@ -13,14 +13,14 @@ from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.losses import weights as weights_lib
 from dstill_jax.losses.block_terms import Contrasted, chain_loss, contrast_loss, first_error_loss
-from dstill_jax.losses.chunked import DEFAULT_CHUNK, RowInputs, RowLosses
 from dstill_jax.losses.config import BlockTerms, LossConfig
-from dstill_jax.losses.vocabulary import slot_choices, slot_losses
+from dstill_jax.losses.head import SlotInputs, SlotLosses, slot_choices, slot_losses
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import ContextKV, Memory
 from dstill_jax.sharding.activations import constrain
 from dstill_jax.sharding.weights import rows_of_table
+from pallas_kernels.fused_head_loss import HeadTiles
 
 Metrics = dict[str, tuple[Array, Array]]
 """Name -> (sum, weight): added over devices, micro-batches and steps, divided once."""
@@ -34,7 +34,7 @@ class Task:
     drafter: DrafterConfig
     anchors_per_row: int
     compute_dtype: str = "float32"
-    head_chunk: int = DEFAULT_CHUNK
+    head_tiles: HeadTiles | None = None  # how many logits exist at a time; None: what suits the device
     memory: Memory = Memory()
 
 
@@ -127,7 +127,7 @@ def pick(
     """The most likely token of each slot under the training head, and its probability; never the mask, no gradient."""
     tokens = jnp.arange(frozen.head.shape[1]) if frozen.vocabulary is None else frozen.vocabulary
     hidden = jax.lax.stop_gradient(hidden)
-    best, sure = slot_choices(hidden, frozen.head, tokens == task.drafter.mask_token_id, task.head_chunk)
+    best, sure = slot_choices(hidden, frozen.head, tokens == task.drafter.mask_token_id, task.head_tiles)
     return tokens[best].astype(jnp.int32), sure
 
 
@@ -205,7 +205,7 @@ def score(
 
 def _block_losses(
     terms: BlockTerms,
-    losses: RowLosses,
+    losses: SlotLosses,
     counted: Bool[Array, "B A K"],
     weights: Float[Array, "B A K"],
     contrasted: Contrasted | None,
@@ -250,14 +250,14 @@ def _slot_losses(
     hidden: Float[Array, "B A K D"],
     labels: Int[Array, "B A K"],
     teacher: TeacherView | None,
-) -> RowLosses:
+) -> SlotLosses:
     """The comparisons of each slot that share one application of the head."""
     K = hidden.shape[2]
     target_hidden = None
     if loss.needs_target:  # the target's distribution for position a + j is computed at a + j - 1
         index = jnp.clip(data.blocks.anchors[..., None] + jnp.arange(K) - 1, 0, data.target_hidden.shape[1] - 1)
         target_hidden = jax.vmap(lambda h, i: h[i])(data.target_hidden, index)
-    inputs = RowInputs(
+    inputs = SlotInputs(
         labels=labels,
         hard_labels=to_columns(frozen, teacher.tokens) if teacher is not None and loss.uses("hard_ce") else None,
         teacher_hidden=teacher.hidden if teacher is not None and loss.uses("teacher_kl") else None,
@@ -267,8 +267,8 @@ def _slot_losses(
 
 
 def _head_losses(
-    task: Task, frozen: Frozen, loss: LossConfig, hidden: Float[Array, "B A K D"], inputs: RowInputs
-) -> RowLosses:
+    task: Task, frozen: Frozen, loss: LossConfig, hidden: Float[Array, "B A K D"], inputs: SlotInputs
+) -> SlotLosses:
     """Losses [B, A, K] of each slot; slot 0 is not computed and comes back as zero."""
     losses = slot_losses(
         hidden[:, :, 1:],
@@ -277,7 +277,7 @@ def _head_losses(
         kl_direction=loss.kl_direction,
         target_kl=loss.uses("target_kl"),
         target_l1=loss.uses("target_l1"),
-        chunk=task.head_chunk,
+        tiles=task.head_tiles,
     )
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (1, 0))), losses)
 
@@ -285,15 +285,15 @@ def _head_losses(
 def _further_losses(
     task: Task, frozen: Frozen, loss: LossConfig, hidden: Float[Array, "B A K D"], teacher: TeacherView
 ) -> tuple[Float[Array, "B A K"] | None, Contrasted | None]:
-    """KL with the later state, and what the contrast compares: the head once more on the student, in chunks."""
+    """KL with the later state, and what the contrast compares: the head once more on the student."""
     real = to_columns(frozen, teacher.tokens)
     if teacher.stale is None:
         assert teacher.later is not None
-        own = _head_losses(task, frozen, loss, hidden, RowInputs(real, None, teacher.later.hidden))
+        own = _head_losses(task, frozen, loss, hidden, SlotInputs(real, None, teacher.later.hidden))
         return own.teacher_kl, None
     fake = to_columns(frozen, teacher.stale.tokens)
     later_hidden = None if teacher.later is None else teacher.later.hidden
-    own = _head_losses(task, frozen, loss, hidden, RowInputs(real, fake, later_hidden))
-    reference = _head_losses(task, frozen, loss, teacher.stale.hidden, RowInputs(real, fake))
+    own = _head_losses(task, frozen, loss, hidden, SlotInputs(real, fake, later_hidden))
+    reference = _head_losses(task, frozen, loss, teacher.stale.hidden, SlotInputs(real, fake))
     values = (own.data_ce, own.hard_ce, reference.data_ce, reference.hard_ce)
     return own.teacher_kl, Contrasted(*(-x for x in values))  # type: ignore[operator]

@@ -1,1 +1,1 @@
-"""Losses on drafted slots: what is compared with what, how slots are weighed, and the head applied in chunks."""
+"""Losses on drafted slots: what is compared with what, how slots are weighed, and the head."""

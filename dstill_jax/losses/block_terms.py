@@ -1,6 +1,6 @@
 """Losses of whole blocks, from the slots' own numbers; `distill/` adds them to the weighted slots.
 
-Each is one number a block. None needs logits: the head has been applied, in chunks, before.
+Each is one number a block. None needs logits: the head has been applied before.
 """
 
 from typing import NamedTuple

@@ -31,12 +31,12 @@ from dstill_jax.distill.stage_one import stage_one_loss
 from dstill_jax.distill.stage_two import stage_two_loss
 from dstill_jax.evaluation.environment import current_commit, installed_versions
 from dstill_jax.evaluation.measure import device_name
-from dstill_jax.losses.chunked import RowInputs, row_losses
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
 from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_target
+from pallas_kernels.fused_head_loss import fused_head_loss
 
 SHAPE = DrafterShape(mask_token_id=16, num_layers=2, block_size=16, init_from_layers=(28, 29))
 
@@ -129,7 +129,7 @@ def step_costs(target: Target) -> dict[str, float]:
         return sum(x.sum() for x in jax.tree.leaves(tree))  # type: ignore[return-value]
 
     def head_loss(h: jax.Array) -> jax.Array:
-        return row_losses(h, RowInputs(jnp.zeros(448, jnp.int32)), head).data_ce.sum()
+        return fused_head_loss(h, head, labels=(jnp.zeros(448, jnp.int32),)).values[0].sum()
 
     parts: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "features, anchors, blocks": (lambda f, b: conditioning.condition(task, f, b, key), (frozen, batch)),

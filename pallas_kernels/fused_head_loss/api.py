@@ -7,13 +7,28 @@ from jax import Array
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.fused_head_loss.blocks import HeadTiles, choose_tiles
 from pallas_kernels.fused_head_loss.reference import head_losses_reference
+from pallas_kernels.fused_head_loss.shares import HeadShares
 from pallas_kernels.fused_head_loss.terms import HeadLosses, Term, check_terms
 from pallas_kernels.fused_head_loss.xla import head_losses_xla, setting_of
 
 
-def _check(hidden: Array, head: Array, labels: tuple, others: tuple, weights: Array | None) -> None:
+def check_rows(hidden: Array, head: Array) -> None:
+    """ValueError unless rows of hidden states fit a head."""
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[0] or not hidden.shape[0]:
         raise ValueError(f"hidden must be [R, D] and head [D, V] with R > 0, got {hidden.shape=} {head.shape=}")
+
+
+def check_implementation(implementation: str, device_kind: str | None, shares: HeadShares) -> tuple[str, str]:
+    """(implementation that runs, device kind it is tuned for); ValueError where there is none."""
+    if implementation == "pallas":
+        raise ValueError("implementation='pallas' does not exist for the head; use 'auto' or 'xla'")
+    if implementation == "reference" and shares.columns:
+        raise ValueError(f"implementation='reference' is for whole heads, got {shares}; use 'auto' or 'xla'")
+    return resolve("xla" if implementation == "auto" else implementation, device_kind)
+
+
+def _check(hidden: Array, head: Array, labels: tuple, others: tuple, weights: Array | None) -> None:
+    check_rows(hidden, head)
     rows = hidden.shape[:1]
     expected = {f"labels[{i}]": (x, rows) for i, x in enumerate(labels)}
     expected |= {f"others[{i}]": (x, hidden.shape) for i, x in enumerate(others)}
@@ -36,6 +51,7 @@ def fused_head_loss(
     others: tuple[Array, ...] = (),  # [R, D] each
     weights: Array | None = None,  # [R]
     head_gradient: bool = False,
+    shares: HeadShares = HeadShares(),
     implementation: str = "auto",
     device_kind: str | None = None,
     block_sizes: HeadTiles | None = None,
@@ -51,6 +67,8 @@ def fused_head_loss(
       others: hidden states whose distribution under the same head is compared with.
       weights: factor on all of a row's values; 1 by default.
       head_gradient: costs one more product and a float32 [D, V]; False stands for a frozen head, gradient zero.
+      shares: inside a `jax.shard_map`, over which axes devices share the columns of the head, and the rows. `head` is then
+        this device's columns, labels are columns of the whole head, and all values are those of the whole head.
       implementation: "auto" is "xla" on every device. There is no Pallas version: the tiled program is bound by the
         matrix units, so a kernel of the same products has little to win (figures in the package's README).
 
@@ -60,9 +78,7 @@ def fused_head_loss(
     labels, others, terms = tuple(labels), tuple(others), tuple(Term(*term) for term in terms)
     _check(hidden, head, labels, others, weights)
     check_terms(terms, len(labels), len(others))
-    if implementation == "pallas":
-        raise ValueError("implementation='pallas' does not exist for the head loss; use 'auto' or 'xla'")
-    which, kind = resolve("xla" if implementation == "auto" else implementation, device_kind)
+    which, kind = check_implementation(implementation, device_kind, shares)
     if weights is not None:
         counted = (weights != 0)[:, None]
         hidden = jnp.where(counted, hidden, 0)
@@ -72,8 +88,8 @@ def fused_head_loss(
             frozen = head if head_gradient else jax.lax.stop_gradient(head)
             losses = head_losses_reference(hidden, frozen, labels, others, terms)
         else:
-            tiles = choose_tiles(hidden.shape[0], head.shape[1], block_sizes, kind)
-            losses = head_losses_xla(setting_of(terms, tiles, head_gradient), hidden, head, labels, others)
+            tiles = choose_tiles(hidden.shape[0] * shares.groups, head.shape[1], block_sizes, kind)
+            losses = head_losses_xla(setting_of(terms, tiles, head_gradient, shares), hidden, head, labels, others)
     if weights is None:
         return losses
     return losses._replace(values=tuple(jnp.where(weights != 0, value * weights, 0.0) for value in losses.values))

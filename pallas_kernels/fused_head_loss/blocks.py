@@ -6,6 +6,7 @@ from pallas_kernels.block_sizes import LANES, check_multiple, choose, known_chip
 from pallas_kernels.chips import Chip, is_tpu
 
 _TILE_BYTES = 64 * 2**20  # of float32 logits, for each distribution
+_GPU_BYTES = 256 * 2**20  # the same on a GPU, which works on whole rows
 _ROWS = 4096  # far past the ridge of any chip; the sums of the gradient, float32 [rows, D], are rewritten every tile
 
 
@@ -19,6 +20,10 @@ class HeadTiles:
     def __post_init__(self) -> None:
         check_multiple("rows", self.rows, 1)
         check_multiple("columns", self.columns, 1)
+
+    def dealt(self, devices: int) -> "HeadTiles":
+        """What each of several devices adds to such a tile, when their rows are gathered."""
+        return HeadTiles(max(self.rows // devices, 1), self.columns)
 
 
 def _balanced(vocabulary: int, most: int) -> int:
@@ -35,9 +40,9 @@ def _tpu_tiles(rows: int, vocabulary: int) -> HeadTiles:
 
 
 def choose_tiles(rows: int, vocabulary: int, argument: HeadTiles | None, device_kind: str) -> HeadTiles:
-    """`argument`, else on a TPU the tuned or heuristic tile, else whole rows of logits, as many as fit 64 MiB.
+    """`argument`, else on a TPU the tuned or heuristic tile, else whole rows of logits, as many as fit the budget.
 
-    Whole rows suit caches of CPUs and GPUs, and need no second pass for L1.
+    Whole rows suit caches of CPUs and GPUs, and need no second pass for L1. `rows` counts gathered ones.
     """
     if argument is not None or is_tpu(device_kind):
 
@@ -47,4 +52,5 @@ def choose_tiles(rows: int, vocabulary: int, argument: HeadTiles | None, device_
 
         key = f"R{rows}_V{vocabulary}"
         return choose("fused_head_loss", HeadTiles, argument, known_chip(device_kind).name, key, heuristic)
-    return HeadTiles(max(min(rows, 512, _TILE_BYTES // (4 * vocabulary)), 1), vocabulary)
+    budget = _TILE_BYTES if device_kind == "cpu" else _GPU_BYTES
+    return HeadTiles(max(min(rows, 512, budget // (4 * vocabulary)), 1), vocabulary)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.fused_head_loss.terms import HeadLosses, Term
+from pallas_kernels.fused_head_loss.terms import HeadChoice, HeadLosses, Term
 
 
 def head_losses_reference(
@@ -38,3 +38,10 @@ def head_losses_reference(
         else:
             values.append(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)).sum(axis=-1))
     return HeadLosses(tuple(values), jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+
+def head_choice_reference(hidden: Array, head: Array, banned: Array) -> HeadChoice:
+    """Shapes as in `fused_head_choice`."""
+    logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    p = jax.nn.softmax(jnp.where(banned, -jnp.inf, logits), axis=-1)
+    return HeadChoice(jnp.argmax(p, axis=-1).astype(jnp.int32), p.max(axis=-1))

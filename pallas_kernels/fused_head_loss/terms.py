@@ -28,6 +28,13 @@ class HeadLosses(NamedTuple):
     best: Array  # int32 [R]: the most likely column, the first of equals
 
 
+class HeadChoice(NamedTuple):
+    """The most likely columns of R rows."""
+
+    best: Array  # int32 [R]: the first of equals
+    probability: Array  # float32 [R]
+
+
 def check_terms(terms: tuple[Term, ...], num_labels: int, num_others: int) -> None:
     """ValueError unless every term has an operand."""
     if not terms:

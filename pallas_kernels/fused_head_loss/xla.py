@@ -4,6 +4,8 @@ Forward: one sweep over the vocabulary keeps a running logsumexp of each distrib
 needs the finished logsumexps and sweeps again. Only those numbers, a few a row, are kept. Backward: one more sweep makes
 the logits again and adds their gradient times the head's transpose to a float32 [rows, D]. So a cross-entropy costs
 three products, logits, logits again, gradient; each KL adds the other's logits twice.
+
+Devices that share the head's columns sweep over their own; the running sums are merged once, after the sweep.
 """
 
 import functools
@@ -14,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.fused_head_loss.blocks import HeadTiles
+from pallas_kernels.fused_head_loss.shares import HeadShares
+from pallas_kernels.fused_head_loss.sweeps import advance, logits, merged, over_groups, start, sweep
 from pallas_kernels.fused_head_loss.terms import HeadLosses, Term
-
-_LOW = -1e30  # where running maxima start, and the logit of columns that an earlier tile counted
 
 
 class _Setting(NamedTuple):
@@ -25,6 +27,7 @@ class _Setting(NamedTuple):
     terms: tuple[Term, ...]
     tiles: HeadTiles
     head_gradient: bool
+    shares: HeadShares
 
 
 class _Rows(NamedTuple):
@@ -33,14 +36,6 @@ class _Rows(NamedTuple):
     hidden: Array  # [R, D]
     labels: tuple[Array, ...]  # [R]
     others: tuple[Array, ...]  # [R, D]
-
-
-class _Softmax(NamedTuple):
-    """A running logsumexp and the weighted sums that belong to it, relative to `top`; all [R]."""
-
-    top: Array
-    total: Array
-    sums: tuple[Array, ...]
 
 
 class _Kept(NamedTuple):
@@ -52,72 +47,45 @@ class _Kept(NamedTuple):
     leans: tuple[Array, ...]  # sum of p sign(p - q) of each L1 term, 0 for the others
 
 
-def _sweep(head: Array, columns: int, visit: Any, carry: Any) -> Any:
-    """carry = visit(carry, tile [D, columns], first column, new [columns]) over the vocabulary.
-
-    The last tile begins early rather than reach past the end; `new` is False where an earlier one has been.
-    """
-    V = head.shape[1]
-    if columns >= V:
-        return visit(carry, head, 0, jnp.ones(V, bool))
-
-    def one(i: Array, carry: Any) -> Any:
-        first = jnp.minimum(i * columns, V - columns)
-        tile = jax.lax.dynamic_slice_in_dim(head, first, columns, axis=1)
-        return visit(carry, tile, first, first + jnp.arange(columns) >= i * columns)
-
-    return jax.lax.fori_loop(0, -(-V // columns), one, carry)
-
-
-def _logits(x: Array, tile: Array, new: Array) -> Array:
-    logits = jnp.dot(x, tile.astype(x.dtype), preferred_element_type=jnp.float32)
-    return jnp.where(new, logits, _LOW)
-
-
-def _advance(state: _Softmax, logits: Array, factors: tuple[Array, ...]) -> tuple[_Softmax, Array]:
-    """The running logsumexp with one tile more; each sum gains exp(logits) times its factor."""
-    top = jnp.maximum(state.top, logits.max(axis=-1))
-    shrink, weights = jnp.exp(state.top - top), jnp.exp(logits - top[:, None])
-    sums = tuple(old * shrink + (weights * f).sum(axis=-1) for old, f in zip(state.sums, factors, strict=True))
-    return _Softmax(top, state.total * shrink + weights.sum(axis=-1), sums), top
-
-
 def _forward_rows(setting: _Setting, head: Array, rows: _Rows) -> tuple[HeadLosses, _Kept]:
-    """One group of rows."""
-    terms, R = setting.terms, rows.hidden.shape[0]
+    """One group of rows, and of the results this device's."""
+    terms, shares = setting.terms, setting.shares
+    given = [label >= 0 for label in rows.labels]
+    rows = shares.gather(rows)
+    R, labels = rows.hidden.shape[0], _own_columns(shares, rows.labels, head)
     zero = jnp.zeros(R, jnp.float32)
     reverse = [t for t in terms if t.kind == "kl_reverse"]
     forward = [[t for t in terms if t.kind == "kl_forward" and t.operand == i] for i in range(len(rows.others))]
 
-    def start(count: int) -> _Softmax:
-        return _Softmax(jnp.full(R, _LOW), zero, (zero,) * count)
-
     def visit(carry: Any, tile: Array, first: Array, new: Array) -> Any:
         ours, theirs, picked, best = carry
-        p = _logits(rows.hidden, tile, new)
-        q = [_logits(other, tile, new) for other in rows.others]
+        p = logits(rows.hidden, tile, new)
+        q = [logits(other, tile, new) for other in rows.others]
         highest = p.max(axis=-1)
         here = first + jnp.argmax(p, axis=-1).astype(jnp.int32)
         best = jnp.where(highest > ours.top, here, best)
-        picked = tuple(old + _at_label(p, label - first, new) for old, label in zip(picked, rows.labels, strict=True))
-        ours, _ = _advance(ours, p, tuple(p - q[t.operand] for t in reverse))
-        theirs = tuple(_advance(state, q[i], tuple(q[i] - p for _ in forward[i]))[0] for i, state in enumerate(theirs))
+        picked = tuple(old + _at_label(p, label - first, new) for old, label in zip(picked, labels, strict=True))
+        ours = advance(ours, p, tuple(p - q[t.operand] for t in reverse))
+        theirs = tuple(advance(state, q[i], tuple(q[i] - p for _ in forward[i])) for i, state in enumerate(theirs))
         return ours, theirs, picked, best
 
     carry = (
-        start(len(reverse)),
-        tuple(start(len(f)) for f in forward),
-        (zero,) * len(rows.labels),
+        start(R, len(reverse)),
+        tuple(start(R, len(f)) for f in forward),
+        (zero,) * len(labels),
         jnp.zeros(R, jnp.int32),
     )
-    ours, theirs, picked, best = _sweep(head, setting.tiles.columns, visit, carry)
+    ours, theirs, picked, best = sweep(head, setting.tiles.columns, visit, carry)
+    own_top = ours.top
+    ours, *theirs = merged(shares, (ours, *theirs))
+    picked, best = shares.sum(picked), shares.best(own_top, best, ours.top, head.shape[1])
     lse = ours.top + jnp.log(ours.total)
     other_lse = tuple(state.top + jnp.log(state.total) for state in theirs)
     gaps, leans = _l1(setting, head, rows, lse, other_lse)
     values = []
     for i, (kind, operand) in enumerate(terms):
         if kind == "ce":
-            values.append(jnp.where(rows.labels[operand] >= 0, lse - picked[operand], 0.0))
+            values.append(lse - picked[operand])
         elif kind == "kl_forward":  # sum q (log q - log p), logits first, logsumexps after
             state, which = theirs[operand], forward[operand].index(terms[i])
             values.append(state.sums[which] / state.total - other_lse[operand] + lse)
@@ -125,7 +93,17 @@ def _forward_rows(setting: _Setting, head: Array, rows: _Rows) -> tuple[HeadLoss
             values.append(ours.sums[reverse.index(terms[i])] / ours.total - lse + other_lse[operand])
         else:
             values.append(gaps[i])
-    return HeadLosses(tuple(values), best), _Kept(lse, other_lse, tuple(values), leans)
+    kept, best = shares.own((_Kept(lse, other_lse, tuple(values), leans), best))
+    values = [
+        jnp.where(given[operand], value, 0.0) if kind == "ce" else value
+        for (kind, operand), value in zip(terms, kept.values, strict=True)
+    ]
+    return HeadLosses(tuple(values), best), kept
+
+
+def _own_columns(shares: HeadShares, labels: tuple[Array, ...], head: Array) -> tuple[Array, ...]:
+    """Columns of this device's head; others are below 0 or beyond its width."""
+    return tuple(label - shares.first_column(head.shape[1]) for label in labels)
 
 
 def _at_label(logits: Array, column: Array, new: Array) -> Array:
@@ -147,36 +125,42 @@ def _l1(
 
     def visit(carry: Any, tile: Array, first: Array, new: Array) -> Any:
         del first
-        p = jnp.exp(_logits(rows.hidden, tile, new) - lse[:, None])
+        p = jnp.exp(logits(rows.hidden, tile, new) - lse[:, None])
         gaps, leans = (list(x) for x in carry)
         for i, (kind, operand) in enumerate(setting.terms):
             if kind == "l1":
-                gap = p - jnp.exp(_logits(rows.others[operand], tile, new) - other_lse[operand][:, None])
+                gap = p - jnp.exp(logits(rows.others[operand], tile, new) - other_lse[operand][:, None])
                 gaps[i] += jnp.abs(gap).sum(axis=-1)
                 leans[i] += (p * jnp.sign(gap)).sum(axis=-1)
         return tuple(gaps), tuple(leans)
 
-    return _sweep(head, setting.tiles.columns, visit, (zeros, zeros))
+    return setting.shares.sum(sweep(head, setting.tiles.columns, visit, (zeros, zeros)))
 
 
 def _backward_rows(
     setting: _Setting, head: Array, head_sum: Array | None, rows: _Rows, kept: _Kept, cotangents: tuple[Array, ...]
 ) -> tuple[Array, Array | None]:
     """(gradient of one group's hidden states, float32 [R, D]; head_sum plus its part of the head's)."""
+    shares = setting.shares
+    cotangents = shares.whole_cotangents(cotangents)
+    scales = [
+        jnp.where(rows.labels[operand] >= 0, cotangent, 0.0) if kind == "ce" else cotangent
+        for (kind, operand), cotangent in zip(setting.terms, cotangents, strict=True)
+    ]
+    rows, kept, scales = shares.gather((rows, kept, scales))
+    labels = _own_columns(shares, rows.labels, head)
 
     def of_logits(tile: Array, first: Array, new: Array) -> Array:
-        s = _logits(rows.hidden, tile, new)
+        s = logits(rows.hidden, tile, new)
         p = jnp.exp(s - kept.lse[:, None])
-        t = [_logits(other, tile, new) for other in rows.others]
+        t = [logits(other, tile, new) for other in rows.others]
         columns = first + jnp.arange(tile.shape[1])
         total = jnp.zeros_like(p)
         for i, (kind, operand) in enumerate(setting.terms):
             if kind == "ce":
-                label = rows.labels[operand]
-                scale = jnp.where(label >= 0, cotangents[i], 0.0)[:, None]
-                gradient = p - ((label[:, None] == columns) & new)
+                gradient = p - ((labels[operand][:, None] == columns) & new)
             else:
-                scale, log_q = cotangents[i][:, None], t[operand] - kept.other_lse[operand][:, None]
+                log_q = t[operand] - kept.other_lse[operand][:, None]
                 if kind == "kl_forward":
                     gradient = p - jnp.exp(log_q)
                 elif kind == "kl_reverse":
@@ -184,7 +168,7 @@ def _backward_rows(
                     gradient = p * (log_ratio - kept.values[i][:, None])
                 else:
                     gradient = p * (jnp.sign(p - jnp.exp(log_q)) - kept.leans[i][:, None])
-            total += scale * gradient
+            total += scales[i][:, None] * gradient
         return total.astype(rows.hidden.dtype)
 
     def visit(carry: Any, tile: Array, first: Array, new: Array) -> Any:
@@ -199,28 +183,9 @@ def _backward_rows(
             by_head = jax.lax.dynamic_update_slice_in_dim(by_head, old + part, first, axis=1)
         return by_hidden + back, by_head
 
-    start = jnp.zeros(rows.hidden.shape, jnp.float32)
-    return _sweep(head, setting.tiles.columns, visit, (start, head_sum))
-
-
-def _split(setting: _Setting, tree: Any) -> Any:
-    """Rows [R, ...] to groups [count, rows, ...], padded with zeros."""
-
-    def one(x: Array) -> Array:
-        count = -(-x.shape[0] // setting.tiles.rows)
-        padded = jnp.pad(x, ((0, count * setting.tiles.rows - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(count, setting.tiles.rows, *x.shape[1:])
-
-    return jax.tree.map(one, tree)
-
-
-def _over_groups(setting: _Setting, function: Any, rows: Any, carry: Any = None) -> tuple[Any, Any]:
-    """(carry, results [R, ...]) of carry, result = function(carry, group); no loop for a single group."""
-    R = rows[0].hidden.shape[0]
-    if setting.tiles.rows >= R:
-        return function(carry, rows)
-    carry, out = jax.lax.scan(function, carry, _split(setting, rows))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:R], out)
+    zeros = jnp.zeros(rows.hidden.shape, jnp.float32)
+    by_hidden, by_head = sweep(head, setting.tiles.columns, visit, (zeros, head_sum))
+    return shares.own_sum(by_hidden), by_head
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -233,7 +198,7 @@ def _forward(setting: _Setting, hidden: Array, head: Array, labels: Any, others:
     def one(carry: None, rows: tuple[_Rows]) -> tuple[None, Any]:
         return carry, _forward_rows(setting, head, rows[0])
 
-    return _over_groups(setting, one, (_Rows(hidden, labels, others),))[1]
+    return over_groups(setting.tiles.rows, one, (_Rows(hidden, labels, others),))[1]
 
 
 def _vjp_forward(setting: _Setting, hidden: Array, head: Array, labels: Any, others: Any) -> tuple[HeadLosses, Any]:
@@ -248,9 +213,9 @@ def _vjp_backward(setting: _Setting, residuals: Any, cotangents: HeadLosses) -> 
         by_hidden, head_sum = _backward_rows(setting, head, head_sum, *group)
         return head_sum, by_hidden.astype(hidden.dtype)
 
-    start = jnp.zeros(head.shape, jnp.float32) if setting.head_gradient else None
+    zeros = jnp.zeros(head.shape, jnp.float32) if setting.head_gradient else None
     groups = (_Rows(hidden, labels, others), kept, cotangents.values)
-    by_head, by_hidden = _over_groups(setting, one, groups, start)
+    by_head, by_hidden = over_groups(setting.tiles.rows, one, groups, zeros)
     by_head = jnp.zeros_like(head) if by_head is None else by_head.astype(head.dtype)
     nothing = tuple(None for _ in labels), tuple(jnp.zeros_like(x) for x in others)
     return by_hidden, by_head, *nothing
@@ -259,6 +224,6 @@ def _vjp_backward(setting: _Setting, residuals: Any, cotangents: HeadLosses) -> 
 head_losses_xla.defvjp(_vjp_forward, _vjp_backward)
 
 
-def setting_of(terms: tuple[Term, ...], tiles: HeadTiles, head_gradient: bool) -> _Setting:
-    """The static argument of `head_losses_xla`."""
-    return _Setting(terms, tiles, head_gradient)
+def setting_of(terms: tuple[Term, ...], tiles: HeadTiles, head_gradient: bool, shares: HeadShares) -> _Setting:
+    """The static argument of `head_losses_xla`; `tiles` counts gathered rows."""
+    return _Setting(terms, tiles.dealt(shares.groups), head_gradient, shares)

@@ -9,6 +9,7 @@ from tiny_models import random_drafter, random_target
 
 from dstill_jax.distill.conditioning import Frozen, Task
 from dstill_jax.models import target as target_lib
+from pallas_kernels.fused_head_loss import HeadTiles
 
 S, A = 16, 16  # as many anchors as tokens: every valid anchor is taken, whatever the key
 
@@ -29,7 +30,7 @@ def case():
     loss_mask = ids > 0
     loss_mask[1, [0, 1, 2, 3, 8]] = False
     tokens[ids == 0] = 0
-    task = Task(target.config, drafter.config, A, head_chunk=64)
+    task = Task(target.config, drafter.config, A, head_tiles=HeadTiles(64, 37))
     frozen = Frozen(
         embedding=target.params["embed"]["embedding"],
         head=target_lib.head_matrix(target.config, target.params),

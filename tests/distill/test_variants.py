@@ -17,6 +17,7 @@ from dstill_jax.distill.curriculum import marks, sample_state
 from dstill_jax.distill.stage_two import stage_two_loss
 from dstill_jax.errors import UserError
 from dstill_jax.losses.config import BlockTerms, LossConfig, TermWeights
+from pallas_kernels.fused_head_loss import HeadTiles
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -175,14 +176,14 @@ def gradients(task, config, params, frozen, batch):
     return jax.value_and_grad(loss, (0, 1))(params, frozen.teacher)
 
 
-def test_no_term_holds_more_than_a_chunk_of_logits(case):
+def test_no_term_holds_more_logits_than_a_tile(case):
     batch = {**case.batch, "features": np.zeros((2, 16, 48), np.float16)}
     jaxprs = {
         chunk: jax.make_jaxpr(lambda p, t=t: gradients(t, EVERYTHING, p, case.frozen._replace(target=None), batch))(
             case.drafter.params
         ).jaxpr
         for chunk in (16, 64)
-        for t in [dataclasses.replace(case.task, head_chunk=chunk)]
+        for t in [dataclasses.replace(case.task, head_tiles=HeadTiles(chunk, V))]
     }
     assert {chunk: widest(jaxpr) for chunk, jaxpr in jaxprs.items()} == {16: 16, 64: 64}  # of 128 rows
 

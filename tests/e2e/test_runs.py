@@ -55,7 +55,6 @@ def stage_one(data: str, out: Path, steps: int = 12) -> RunConfig:
         new=DrafterShape(mask_token_id=208, num_layers=2, block_size=4, num_taps=2, init_from_layers=(5, 7)),
         anchors_per_row=6,
         compute_dtype="float32",
-        head_chunk=16,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.fused_head_loss import HeadTiles, Term, fused_head_loss
+from pallas_kernels.fused_head_loss import HeadShares, HeadTiles, Term, fused_head_choice, fused_head_loss
 from pallas_kernels.fused_head_loss.blocks import choose_tiles
 from pallas_kernels.testing import chip_names, compile_for
 
@@ -168,6 +168,7 @@ def test_bfloat16_error_is_that_of_dense_bfloat16():
         ({"terms": (Term("mse", 0),)}, "kind='mse'"),
         ({"terms": ()}, r"terms=\(\)"),
         ({"implementation": "fast"}, "implementation='fast'"),
+        ({"implementation": "reference", "shares": HeadShares(("x",))}, "implementation='reference' is for whole"),
     ],
 )
 def test_errors_name_what_is_wrong(changes, message):
@@ -183,6 +184,33 @@ def test_a_forced_pallas_does_not_fall_back_and_sizes_are_checked():
         )
     with pytest.raises(ValueError, match="rows=0"):
         HeadTiles(0, 128)
+
+
+@settings(max_examples=5)  # each compiles
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 9),
+    vocabulary=st.integers(2, 40),
+    tiles=st.tuples(st.integers(1, 10), st.integers(1, 45)),
+)
+def test_choices_in_any_tiling_are_those_of_whole_rows(seed, rows, vocabulary, tiles):
+    hidden, head, *_ = make(seed, rows, 3, vocabulary)
+    banned = np.random.default_rng(seed).random(vocabulary) < 0.5
+    banned[seed % vocabulary] = False
+    expected = fused_head_choice(hidden, head, banned=banned, implementation="reference")
+    actual = fused_head_choice(hidden, head, banned=banned, block_sizes=HeadTiles(*tiles))
+    np.testing.assert_array_equal(actual.best, expected.best)
+    np.testing.assert_allclose(actual.probability, expected.probability, rtol=2e-5)
+    logits = np.where(banned, -np.inf, hidden.astype(np.float64) @ head)
+    np.testing.assert_array_equal(expected.best, logits.argmax(-1))
+    np.testing.assert_allclose(expected.probability, np.exp(log_softmax(logits).max(-1)), rtol=2e-5)
+
+
+def test_wrong_choices_and_shares_are_refused():
+    with pytest.raises(ValueError, match=r"banned.shape=\(8,\)"):
+        fused_head_choice(jnp.zeros((5, 6)), jnp.zeros((6, 9)), banned=jnp.zeros(8, bool))
+    with pytest.raises(ValueError, match="rows='y' must be one of columns"):
+        HeadShares(("x",), "y")
 
 
 ROWS, WIDTH, VOCABULARY = 8192, 4096, 151_936
