@@ -18,7 +18,7 @@ LAYERS = (
     {"training", "data", "weights", "evaluation"},
     {"runs"},
     {"planning"},
-    {"cli", "commands", "demo"},
+    {"cli", "commands", "demo", "__main__"},
 )
 NEVER = {
     "decoding": {"training", "data", "distill"},

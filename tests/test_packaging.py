@@ -118,3 +118,8 @@ def test_public_names_resolve_and_an_unknown_one_is_an_attribute_error() -> None
         assert name in dir(dstill_jax)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = dstill_jax.no_such_name
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "dstill_jax", "--version"], capture_output=True, text=True, cwd=REPO)
+    assert (done.returncode, done.stderr) == (0, "") and dstill_jax.__version__ in done.stdout

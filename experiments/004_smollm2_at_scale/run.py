@@ -3,12 +3,14 @@
     python experiments/004_smollm2_at_scale/run.py                 (everything; hours on two CPU cores)
     python experiments/004_smollm2_at_scale/run.py --stop-after a1  (up to an arm)
 
-Whatever was stopped goes on where it was. Training prompts are those rows of GSM8K's test file that are not held out;
-HumanEval and AIME are never trained on.
+Whatever was stopped goes on where it was. Training prompts are those rows of GSM8K's test file that are not held out, and
+twice more the same with other numbers; HumanEval and AIME are never trained on.
 """
 
 import argparse
 import json
+import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,13 @@ from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models.target import Target
 from dstill_jax.runs import RunConfig, run_stage
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
-from dstill_jax.weights.embedded import fetch
+from dstill_jax.weights.embedded import fetch, read_jsonl
 from dstill_jax.weights.load import load_drafter, load_target
 
 HERE = Path(__file__).resolve().parent
 BLOCK, GAMMA, MASK = 8, 4.0, 16
 SHAPE = DrafterShape(mask_token_id=MASK, num_layers=2, block_size=BLOCK, init_from_layers=(28, 29))
-PROMPT_TOKENS, NEW_TOKENS, ANSWERS = 128, 128, 4
+PROMPT_TOKENS, NEW_TOKENS, VARIANTS = 128, 128, 3
 PLAIN, VIEWS, DISTIL = 6000, 1500, 1500
 DECODED, TIMED = 96, 20  # new tokens of a held-out prompt; prompts decoded alone, for the speeds
 TREES_OF = ("a1_compute", "dstill")
@@ -69,17 +71,35 @@ def stages() -> dict[str, Stage]:
     }
 
 
+def varied(rows: list[dict[str, Any]], variants: int) -> list[dict[str, Any]]:
+    """Each question as it is, and again with every number drawn anew, of as many digits: other greedy answers."""
+    draw = random.Random(0)
+
+    def other(match: re.Match[str]) -> str:
+        digits = len(match[0])
+        return str(draw.randrange(10 ** (digits - 1), 10**digits))
+
+    def variant(row: dict[str, Any], number: int) -> dict[str, Any]:
+        if number == 0:
+            return row
+        return {"id": f"{row['id']}/numbers{number}", "prompt": re.sub(r"\d+", other, row["prompt"])}
+
+    return [variant(row, number) for number in range(variants) for row in rows]
+
+
 def answers(root: Path, source: str, workers: int) -> Path:
-    """Sampled answers to the training prompts, with the target's features."""
+    """Greedy answers to the training prompts, with the target's features."""
+    prompts = root / "prompts.jsonl"
+    rows = varied(read_jsonl(Path(training_prompts("gsm8k"))), VARIANTS)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     summary = prepare(
         PrepareConfig(
             target=source,
-            source=PromptSource(training_prompts("gsm8k")),
+            source=PromptSource(str(prompts)),
             out=str(root / "data"),
             max_prompt_tokens=PROMPT_TOKENS,
             max_new_tokens=NEW_TOKENS,
-            answers_per_prompt=ANSWERS,
-            temperature=0.5,
+            temperature=0.0,
             batch_size=80,
             workers=workers,
             record_features=True,

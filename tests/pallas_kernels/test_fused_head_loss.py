@@ -216,6 +216,10 @@ def test_wrong_choices_and_shares_are_refused():
 ROWS, WIDTH, VOCABULARY = 8192, 4096, 151_936
 
 
+# On tpu7x the compiler retiles 16-bit arrays of loops, the whole head among them, unless it is told not to.
+OPTIONS = {"tpu7x": {"compiler_options": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}}}
+
+
 def compile_training(chip, terms):
     """Loss and gradient of 8192 rows under Qwen3-8B's head."""
     struct = jax.ShapeDtypeStruct
@@ -232,7 +236,7 @@ def compile_training(chip, terms):
 
     hidden, head = struct((ROWS, WIDTH), jnp.bfloat16), struct((WIDTH, VOCABULARY), jnp.bfloat16)
     label, weights = struct((ROWS,), jnp.int32), struct((ROWS,), jnp.float32)
-    return compile_for(chip, loss, hidden, head, label, weights, hidden)
+    return compile_for(chip, loss, hidden, head, label, weights, hidden, **OPTIONS.get(chip, {}))
 
 
 def flops_of_tiles(products):
@@ -257,4 +261,5 @@ def test_compiled_for_v5e_cross_entropy_holds_no_logits_and_costs_three_products
 @pytest.mark.parametrize("kind", ["ce", "kl_forward", "kl_reverse", "l1"])
 def test_every_term_compiles_within_bounds(chip, kind):
     terms = (Term("ce"),) if kind == "ce" else (Term("ce"), Term(kind))
-    assert compile_training(chip, terms).memory_analysis().temp_size_in_bytes <= 512e6
+    most = 256e6 if kind == "ce" else 512e6  # another distribution has a tile of logits of its own
+    assert compile_training(chip, terms).memory_analysis().temp_size_in_bytes <= most
