@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         from dstill_jax import commands
 
-        commands.check_output(getattr(args, "json", None))
+        commands.check_common(args)
         return getattr(commands, args.handler)(args) or 0
     except UserError as error:
         return _fail(str(error))

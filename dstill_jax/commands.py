@@ -220,8 +220,6 @@ def run_plan(args: argparse.Namespace) -> None:
         print(plan_text(values))
         _write_json(args.json, values)
         return
-    if args.limit < 1:
-        raise UserError(f"limit={args.limit} must be at least 1")
     found = planning.search(config, args.slice, limit=args.limit, report=_say, shape=shape, quick=args.quick)
     if not found:
         raise UserError(f"no setting of the search divides over {args.slice}; give mesh.* yourself, without --search")
@@ -291,8 +289,6 @@ def read_prompts(name: str, limit: int | None) -> list[Any]:
     if name == "gsm8k":
         held_out = {row["id"] for row in gsm8k_split({"id": row.id} for row in rows)[1]}
         rows = [row for row in rows if row.id in held_out]
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit} must be at least 1")
     return rows[:limit]
 
 
@@ -381,8 +377,11 @@ def _text(data: bytes) -> str:
         raise UserError(f"the prompt is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
-def check_output(path: str | None) -> None:
-    """Before any command's work: its JSON file can be written there."""
+def check_common(args: argparse.Namespace) -> None:
+    """Before any command's work: its JSON file can be written, and there is something to do."""
+    path, limit = getattr(args, "json", None), getattr(args, "limit", None)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit} must be at least 1")
     if path is not None and Path(path).is_dir():
         raise UserError(f"json={path} is a folder; name a file")
     if path is not None:

@@ -224,6 +224,11 @@ MISTAKES = {
         ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "0"],
         "limit=0",
     ),
+    "a search of no settings": (
+        None,
+        ["plan", "config.py", "--slice", "v5e-16", "--search", "--limit", "0"],
+        "limit=0",
+    ),
     "evaluation of one prompt": (
         None,
         ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "1"],

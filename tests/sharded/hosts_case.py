@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import sharded_case
+import simulated
 from tiny_models import random_target
 
 from dstill_jax.data.generate import PrepareSummary, prepare
@@ -140,7 +141,7 @@ def free_port() -> str:
 
 def _process(command: list[str], root: Path, index: int, devices: int) -> subprocess.Popen:
     root.parent.mkdir(parents=True, exist_ok=True)
-    environment = sharded_case.environment(devices) | {
+    environment = simulated.environment(devices) | {
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         # What one job of a test compiles, the next one finds.
         "JAX_COMPILATION_CACHE_DIR": str(root.parent / "compiled"),

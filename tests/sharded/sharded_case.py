@@ -1,16 +1,11 @@
 """A small training run, for one device and for meshes of eight simulated ones.
 
-`python sharded_case.py FUNCTION ARGUMENTS_AS_JSON` calls one function of this file and prints its result as JSON: the
-number of devices is fixed when jax starts, so the tests run it in processes of their own.
+Tests call the functions of this file through `simulated.py`, in processes of their own.
 """
 
 import dataclasses
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
+from simulated import called_in
 from tiny_models import random_drafter, random_target
 
 from dstill_jax.blocks import ViewMix
@@ -35,6 +31,7 @@ from dstill_jax.runs import RunConfig, loss_function
 from dstill_jax.sharding import MeshConfig, batch_sharding, build_mesh, tree_shardings
 from dstill_jax.training import OptimizerConfig, TrainConfig, build_optimizer, init_state, make_train_step
 
+call = called_in(__file__)
 S, ROWS, ANCHORS = 32, 8, 8
 SHAPE = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
 DRAFTER = {"intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
@@ -171,50 +168,6 @@ def facts(text: str, **arguments: Any) -> dict[str, Any]:
         "spread": len(parameters) - len(whole),
         "replicated": [[names[i.name], sum(s.size for s in i.shapes)] for i in whole],
     }
-
-
-def head_on_shares(mesh: dict) -> dict[str, float]:
-    """Largest differences of every head loss, its gradient and the choices on a mesh from those on one device.
-
-    Tiles divide neither a device's rows nor its columns: several groups of rows, an early last tile.
-    """
-    from dstill_jax.losses.head import SlotInputs, slot_choices, slot_losses
-    from dstill_jax.sharding import use_mesh
-    from pallas_kernels.fused_head_loss import HeadTiles
-
-    random = np.random.default_rng(1)
-    shape, D, V = (8, 8, 3), 16, 80
-    hidden, teacher, target = random.normal(size=(3, *shape, D)).astype(np.float32)
-    head = random.normal(size=(D, V)).astype(np.float32)
-    labels, hard = random.integers(-1, V, (2, *shape)).astype(np.int32)
-    cotangents = random.normal(size=(5, *shape)).astype(np.float32)
-    banned = np.arange(V) % 7 == 0
-
-    def everything(hidden, head, direction, tiles):
-        def total(hidden):
-            inputs = SlotInputs(labels, hard, teacher, target)
-            losses = slot_losses(
-                hidden, inputs, head, kl_direction=direction, target_kl=True, target_l1=True, tiles=tiles
-            )
-            return sum((c * x).sum() for c, x in zip(cotangents, losses, strict=False)), losses
-
-        gradient, losses = jax.grad(total, has_aux=True)(hidden)
-        best, sure = slot_choices(hidden, head, jnp.asarray(banned), tiles)
-        found = {**losses._asdict(), "gradient": gradient, "best": best, "sure": sure}
-        return jax.tree.map(lambda x: x.astype(jnp.float32), found)
-
-    def on(devices, direction, tiles):
-        with use_mesh(devices):
-            return jax.jit(lambda hidden, head: everything(hidden, head, direction, tiles))(hidden, head)
-
-    most: dict[str, float] = {}
-    for direction in ("forward", "reverse"):
-        one = on(None, direction, None)
-        shared = on(build_mesh(MeshConfig(**mesh)), direction, HeadTiles(20, 7))
-        for name, value in one.items():
-            gap = float(jnp.abs(value - shared[name]).max() / (1 + jnp.abs(value).max()))
-            most[name] = max(most.get(name, 0.0), gap)
-    return most
 
 
 def counted_product() -> dict[str, Any]:
@@ -381,29 +334,6 @@ def whole_runs(folder: str, mesh: dict, stop: int | None = None) -> dict[str, An
     }
 
 
-def environment(devices: int) -> dict[str, str]:
-    """Of a process that imports what this one imports and sees so many simulated devices."""
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-
-
-def call(function: str, devices: int = 8, **arguments) -> Any:
-    """`function(**arguments)` of this file in a process with so many simulated devices."""
-    command = [sys.executable, str(Path(__file__)), function, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment(devices), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def many(calls: list[tuple[str, dict]]) -> list[Any]:
     """Several calls in one process, so that jax starts once."""
     return [globals()[function](**arguments) for function, arguments in calls]
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)  # as the fixture `quick_compilation`
-    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import sharded_case
+from simulated import call
 
 # Float32 sums in another order: a few units in the last place (6e-8) of a sum, over four optimiser steps whose Adam
 # update divides by small moments. Measured: at most 9e-7 on any metric or weight, over all meshes here.
@@ -59,7 +60,7 @@ def test_no_gather_of_logits_or_head_and_no_large_replicated_array(run) -> None:
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}, {"data": 2, "tensor": 4}], ids=str)
 def test_a_head_shared_by_devices_gives_the_losses_of_a_whole_one(mesh: dict) -> None:
     """Measured: at most 5e-7 anywhere, sums of 80 columns in another order; best and correct must not differ."""
-    gaps = sharded_case.call("head_on_shares", mesh=mesh)
+    gaps = call("head_case", "head_on_shares", mesh=mesh)
     assert len(gaps) == 9 and gaps["best"] == gaps["correct"] == 0
     assert max(gaps.values()) < 2e-6, gaps
 

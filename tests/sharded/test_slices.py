@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sharded_case
+import simulated
 from tiny_models import random_target
 
 from dstill_jax.cli import main
@@ -153,7 +154,7 @@ def config_file(tmp_path: Path) -> Path:
 def command(config_file: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "dstill_jax.cli", "plan", str(config_file), *arguments],
-        env=sharded_case.environment(1) | variables,
+        env=simulated.environment(1) | variables,
         capture_output=True,
         text=True,
     )
@@ -277,8 +278,6 @@ def test_user_errors_are_one_line(config_file: Path, capsys: pytest.CaptureFixtu
 
 def test_without_libtpu_the_message_names_the_extra(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "libtpu.py").write_text("raise ImportError('not here')\n")
-    done = command(
-        config_file, "--slice", "v5e-4", PYTHONPATH=f"{tmp_path}:{sharded_case.environment(1)['PYTHONPATH']}"
-    )
+    done = command(config_file, "--slice", "v5e-4", PYTHONPATH=f"{tmp_path}:{simulated.environment(1)['PYTHONPATH']}")
     assert done.returncode == 2
     assert done.stderr.strip() == "dstill: 'libtpu' is not installed; run: pip install 'dstill-jax[tpu]'"
