@@ -50,7 +50,8 @@ def slot_losses(
 ) -> SlotLosses:
     """Losses of slots, float32. Gradients flow to `hidden` alone: the head is frozen, and so are others' hidden states.
 
-    Which terms are computed follows from which fields of `inputs` are given; `tiles`, how many logits exist at a time
+    Which terms are computed follows from which fields of `inputs` are given, `target_hidden` for the terms that are asked
+    for; `tiles`, how many logits exist at a time
     (None: what suits the device).
     """
     kl = f"kl_{kl_direction}"
@@ -60,9 +61,9 @@ def slot_losses(
     terms = {name: Term("ce", i) for i, name in enumerate(labels)}
     if inputs.teacher_hidden is not None:
         terms["teacher_kl"] = Term(kl, 0)  # type: ignore[arg-type]
-    if target_kl:
+    if target_kl and inputs.target_hidden is not None:
         terms["target_kl"] = Term(kl, len(others) - 1)  # type: ignore[arg-type]
-    if target_l1:
+    if target_l1 and inputs.target_hidden is not None:
         terms["target_l1"] = Term("l1", len(others) - 1)
 
     def local(hidden: Array, labels: Any, others: Any, head: Array, shares: HeadShares) -> Any:

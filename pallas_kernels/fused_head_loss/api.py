@@ -14,16 +14,19 @@ from pallas_kernels.fused_head_loss.xla import head_losses_xla, setting_of
 
 def check_rows(hidden: Array, head: Array) -> None:
     """ValueError unless rows of hidden states fit a head."""
-    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[0] or not hidden.shape[0]:
-        raise ValueError(f"hidden must be [R, D] and head [D, V] with R > 0, got {hidden.shape=} {head.shape=}")
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[0] or 0 in (hidden.shape[0], head.shape[1]):
+        raise ValueError(f"hidden must be [R, D] and head [D, V] with R, V > 0, got {hidden.shape=} {head.shape=}")
 
 
 def check_implementation(implementation: str, device_kind: str | None, shares: HeadShares) -> tuple[str, str]:
     """(implementation that runs, device kind it is tuned for); ValueError where there is none."""
     if implementation == "pallas":
         raise ValueError("implementation='pallas' does not exist for the head; use 'auto' or 'xla'")
+    if not isinstance(shares, HeadShares):
+        raise ValueError(f"shares={shares!r} must be HeadShares(columns, rows)")
     if implementation == "reference" and shares.columns:
         raise ValueError(f"implementation='reference' is for whole heads, got {shares}; use 'auto' or 'xla'")
+    shares.check_bound()
     return resolve("xla" if implementation == "auto" else implementation, device_kind)
 
 
@@ -63,12 +66,12 @@ def fused_head_loss(
 
     Args:
       terms: what is computed; `Term` says what each compares with.
-      labels: columns of the head; below 0 means that the row has no label, and costs nothing.
+      labels: columns of the head; below 0 means that the row has no label, and costs nothing. Beyond the head: NaN.
       others: hidden states whose distribution under the same head is compared with.
       weights: factor on all of a row's values; 1 by default.
       head_gradient: costs one more product and a float32 [D, V]; False stands for a frozen head, gradient zero.
-      shares: inside a `jax.shard_map`, over which axes devices share the columns of the head, and the rows. `head` is then
-        this device's columns, labels are columns of the whole head, and all values are those of the whole head.
+      shares: inside a `jax.shard_map(..., check_vma=False)`, over which axes devices share the columns of the head, and the
+        rows. `head` is then this device's columns, labels are columns of the whole head, and all values are those of it.
       implementation: "auto" is "xla" on every device. There is no Pallas version: the tiled program is bound by the
         matrix units, so a kernel of the same products has little to win (figures in the package's README).
 

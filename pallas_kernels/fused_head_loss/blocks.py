@@ -40,7 +40,8 @@ def _tpu_tiles(rows: int, vocabulary: int) -> HeadTiles:
 
 
 def choose_tiles(rows: int, vocabulary: int, argument: HeadTiles | None, device_kind: str) -> HeadTiles:
-    """`argument`, else on a TPU the tuned or heuristic tile, else whole rows of logits, as many as fit the budget.
+    """`argument`, else on a TPU the tuned or heuristic tile, else whole rows of logits, as many as fit a budget,
+    at most 512 on a CPU.
 
     Whole rows suit caches of CPUs and GPUs, and need no second pass for L1. `rows` counts gathered ones.
     """
@@ -52,5 +53,5 @@ def choose_tiles(rows: int, vocabulary: int, argument: HeadTiles | None, device_
 
         key = f"R{rows}_V{vocabulary}"
         return choose("fused_head_loss", HeadTiles, argument, known_chip(device_kind).name, key, heuristic)
-    budget = _TILE_BYTES if device_kind == "cpu" else _GPU_BYTES
-    return HeadTiles(max(min(rows, 512, budget // (4 * vocabulary)), 1), vocabulary)
+    budget, most = (_TILE_BYTES, 512) if device_kind == "cpu" else (_GPU_BYTES, _ROWS)
+    return HeadTiles(max(min(rows, most, budget // (4 * vocabulary)), 1), vocabulary)

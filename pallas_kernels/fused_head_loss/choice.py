@@ -25,7 +25,7 @@ def fused_head_choice(
     """The first of the most likely columns of each row, and its probability; no gradient, and no [R, V] array.
 
     Args:
-      banned: columns that do not count, neither for the choice nor in the softmax.
+      banned: columns that do not count, neither for the choice nor in the softmax; not all of them.
       shares: as for `fused_head_loss`; `banned` is of this device's columns.
       implementation, device_kind, block_sizes: as for `fused_head_loss`.
 

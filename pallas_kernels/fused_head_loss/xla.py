@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 def _forward_rows(setting: _Setting, head: Array, rows: _Rows) -> tuple[HeadLosses, _Kept]:
     """One group of rows, and of the results this device's."""
     terms, shares = setting.terms, setting.shares
-    given = [label >= 0 for label in rows.labels]
+    own_labels, columns = rows.labels, head.shape[1] * shares.holders
     rows = shares.gather(rows)
     R, labels = rows.hidden.shape[0], _own_columns(shares, rows.labels, head)
     zero = jnp.zeros(R, jnp.float32)
@@ -95,10 +95,15 @@ def _forward_rows(setting: _Setting, head: Array, rows: _Rows) -> tuple[HeadLoss
             values.append(gaps[i])
     kept, best = shares.own((_Kept(lse, other_lse, tuple(values), leans), best))
     values = [
-        jnp.where(given[operand], value, 0.0) if kind == "ce" else value
+        _if_given(value, own_labels[operand], columns) if kind == "ce" else value
         for (kind, operand), value in zip(terms, kept.values, strict=True)
     ]
     return HeadLosses(tuple(values), best), kept
+
+
+def _if_given(value: Array, label: Array, columns: int) -> Array:
+    """0 where there is no label; NaN where it is no column of the head: a mistake must not train."""
+    return jnp.where(label < 0, 0.0, jnp.where(label < columns, value, jnp.nan))
 
 
 def _own_columns(shares: HeadShares, labels: tuple[Array, ...], head: Array) -> tuple[Array, ...]:
@@ -144,7 +149,7 @@ def _backward_rows(
     shares = setting.shares
     cotangents = shares.whole_cotangents(cotangents)
     scales = [
-        jnp.where(rows.labels[operand] >= 0, cotangent, 0.0) if kind == "ce" else cotangent
+        _if_given(cotangent, rows.labels[operand], head.shape[1] * shares.holders) if kind == "ce" else cotangent
         for (kind, operand), cotangent in zip(setting.terms, cotangents, strict=True)
     ]
     rows, kept, scales = shares.gather((rows, kept, scales))

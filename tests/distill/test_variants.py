@@ -165,7 +165,12 @@ def widest(jaxpr) -> int:
 
 
 EVERYTHING = StageTwoConfig(
-    LossConfig(DATA, TermWeights(hard_ce=0.5, teacher_kl=0.5, consistency_kl=0.5), whole=CONTRAST), CYCLIC
+    LossConfig(
+        DATA,
+        TermWeights(hard_ce=0.5, teacher_kl=0.5, consistency_kl=0.5, target_kl=0.5, target_l1=0.5),
+        whole=CONTRAST,
+    ),
+    CYCLIC,
 )
 
 
@@ -179,13 +184,13 @@ def gradients(task, config, params, frozen, batch):
 def test_no_term_holds_more_logits_than_a_tile(case):
     batch = {**case.batch, "features": np.zeros((2, 16, 48), np.float16)}
     jaxprs = {
-        chunk: jax.make_jaxpr(lambda p, t=t: gradients(t, EVERYTHING, p, case.frozen._replace(target=None), batch))(
+        rows: jax.make_jaxpr(lambda p, t=t: gradients(t, EVERYTHING, p, case.frozen._replace(target=None), batch))(
             case.drafter.params
         ).jaxpr
-        for chunk in (16, 64)
-        for t in [dataclasses.replace(case.task, head_tiles=HeadTiles(chunk, V))]
+        for rows in (16, 64)
+        for t in [dataclasses.replace(case.task, head_tiles=HeadTiles(rows, V))]
     }
-    assert {chunk: widest(jaxpr) for chunk, jaxpr in jaxprs.items()} == {16: 16, 64: 64}  # of 128 rows
+    assert {rows: widest(jaxpr) for rows, jaxpr in jaxprs.items()} == {16: 16, 64: 64}  # of 128 rows
 
 
 def test_gradients_reach_the_student_only_and_are_finite(case):

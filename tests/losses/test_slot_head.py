@@ -86,6 +86,9 @@ def test_a_label_below_zero_costs_nothing_and_what_is_not_asked_for_is_none(data
     losses = slot_losses(hidden, SlotInputs(np.full_like(inputs.labels, -1)), head)
     assert not np.asarray(losses.data_ce).any() and not np.asarray(losses.correct).any()
     assert losses.hard_ce is losses.teacher_kl is losses.target_kl is losses.target_l1 is None
+    taught = SlotInputs(inputs.labels, teacher_hidden=inputs.teacher_hidden)  # as the later states of stage 2 come
+    losses = slot_losses(hidden, taught, head, target_kl=True, target_l1=True)
+    assert losses.teacher_kl is not None and losses.target_kl is losses.target_l1 is None
 
 
 @pytest.mark.parametrize("columns", [[], [3, 19, 0]])

@@ -206,7 +206,54 @@ def test_choices_in_any_tiling_are_those_of_whole_rows(seed, rows, vocabulary, t
     np.testing.assert_allclose(expected.probability, np.exp(log_softmax(logits).max(-1)), rtol=2e-5)
 
 
+@pytest.mark.parametrize("tiles", [(16, 40), (5, 7), (3, 40), (16, 3)], ids=str)
+def test_of_equal_columns_the_first_is_best(tiles):
+    random = np.random.default_rng(0)
+    hidden, head = (
+        random.integers(-2, 3, (16, 3)).astype(np.float32),
+        random.integers(-2, 3, (3, 40)).astype(np.float32),
+    )
+    logits = hidden @ head  # small whole numbers: exact, and ties everywhere
+    assert ((logits == logits.max(-1, keepdims=True)).sum(-1) > 1).sum() >= 8
+    label = np.zeros(16, np.int32)
+    losses = fused_head_loss(hidden, head, labels=(label,), block_sizes=HeadTiles(*tiles))
+    choice = fused_head_choice(hidden, head, block_sizes=HeadTiles(*tiles))
+    assert losses.best.tolist() == choice.best.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_label_beyond_the_head_is_nan_and_so_is_its_gradient():
+    hidden, head, labels, *_ = make(5, 4, 3, 9)
+    label = np.array([0, 9, -1, 8], np.int32)
+
+    def values(hidden):
+        return fused_head_loss(hidden, head, labels=(label,), block_sizes=HeadTiles(3, 4)).values[0]
+
+    assert np.isnan(values(hidden)).tolist() == [False, True, False, False]
+    gradient = jax.grad(lambda h: values(h).sum())(hidden)
+    assert np.isnan(gradient).all(-1).tolist() == [False, True, False, False]
+
+
 def test_wrong_choices_and_shares_are_refused():
+    for columns in ("fsdp", ["fsdp"], ("fsdp", "fsdp")):
+        with pytest.raises(ValueError, match="must be a tuple of different mesh axes"):
+            HeadShares(columns)
+    rows = jnp.zeros((5, 6)), jnp.zeros((6, 9))
+    with pytest.raises(ValueError, match="must be HeadShares"):
+        fused_head_choice(*rows, shares=("x",))
+    with pytest.raises(ValueError, match="call it inside a jax.shard_map"):
+        fused_head_choice(*rows, shares=HeadShares(("x",)))
+    mesh = jax.make_mesh((1,), ("x",))
+    spec = jax.sharding.PartitionSpec()
+    checked = jax.shard_map(
+        lambda *a: fused_head_choice(*a, shares=HeadShares(("x",))).best,
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=spec,
+    )
+    with pytest.raises(ValueError, match="check_vma=False"):
+        checked(*rows)
+    with pytest.raises(ValueError, match="R, V > 0"):
+        fused_head_choice(rows[0], jnp.zeros((6, 0)))
     with pytest.raises(ValueError, match=r"banned.shape=\(8,\)"):
         fused_head_choice(jnp.zeros((5, 6)), jnp.zeros((6, 9)), banned=jnp.zeros(8, bool))
     with pytest.raises(ValueError, match="rows='y' must be one of columns"):
