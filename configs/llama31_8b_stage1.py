@@ -11,15 +11,15 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage1 of meta-llama/Llama-3.1-8B-Instruct: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 7.30 GB of 17.18 GB per device
   bytes per device: arguments 2.25 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 5.02 GB, program
-      34.03 MB
+      33.68 MB
   arguments: drafter params 293.80 MB, optimiser 881.41 MB, target params 1.00 GB, embedding, head 131.33 MB, batch
       39.94 kB
-  per device and step: 145 TFLOP, HBM 389.14 GB, ICI 32.37 GB, DCN 0 B (10537562 ICI bytes a token)
-  all-gather: 392 x over 16 devices (ici), 19.38 GB
-  all-reduce: 181 x over 16 devices (ici), 12.91 GB
+  per device and step: 145 TFLOP, HBM 404.60 GB, ICI 32.37 GB, DCN 0 B (10536512 ICI bytes a token)
+  all-gather: 497 x over 16 devices (ici), 19.38 GB
+  all-reduce: 166 x over 16 devices (ici), 12.90 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
-  step takes at least: compute 737 ms, hbm 475 ms, ici 162 ms -> bound by compute
-  at most: MFU 83% (compute alone 83%), 66,694 tokens/s, 11,116 anchors/s; 800k samples take at least 0.43 days
+  step takes at least: compute 738 ms, hbm 494 ms, ici 162 ms -> bound by compute
+  at most: MFU 83% (compute alone 83%), 66,627 tokens/s, 11,105 anchors/s; 800k samples take at least 0.43 days
   host memory per device: 1.18 GB while a checkpoint is written, 234.88 MB while weights are loaded; hosts have
       48.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
@@ -30,15 +30,15 @@ plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage1 of meta-llama/Llama-3.1-8B-Instruct: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 7.54 GB of 102.01 GB per device
   bytes per device: arguments 2.25 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 5.25 GB, program
-      39.89 MB
+      39.81 MB
   arguments: drafter params 293.80 MB, optimiser 881.41 MB, target params 1.00 GB, embedding, head 131.33 MB, batch
       39.94 kB
-  per device and step: 145 TFLOP, HBM 389.14 GB, ICI 32.37 GB, DCN 0 B (10537562 ICI bytes a token)
-  all-gather: 392 x over 16 devices (ici), 19.38 GB
-  all-reduce: 181 x over 16 devices (ici), 12.91 GB
+  per device and step: 145 TFLOP, HBM 404.60 GB, ICI 32.37 GB, DCN 0 B (10536512 ICI bytes a token)
+  all-gather: 497 x over 16 devices (ici), 19.38 GB
+  all-reduce: 166 x over 16 devices (ici), 12.90 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
-  step takes at least: compute 316 ms, hbm 141 ms, ici 80.9 ms -> bound by compute
-  at most: MFU 83% (compute alone 83%), 155,393 tokens/s, 25,899 anchors/s; 800k samples take at least 0.18 days
+  step takes at least: compute 317 ms, hbm 146 ms, ici 80.9 ms -> bound by compute
+  at most: MFU 83% (compute alone 83%), 155,238 tokens/s, 25,873 anchors/s; 800k samples take at least 0.18 days
   host memory per device: 1.18 GB while a checkpoint is written, 234.88 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk

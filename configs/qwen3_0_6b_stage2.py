@@ -7,17 +7,17 @@ Hardware: as stage 1. Not run yet: no result is claimed here.
 
 plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage2 of Qwen/Qwen3-0.6B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 1.89 GB of 17.18 GB per device
-  bytes per device: arguments 218.74 MB, outputs 84.12 MB (of them 84.11 MB in place), temporaries 1.63 GB, program
-      41.88 MB
+  fits: 1.96 GB of 17.18 GB per device
+  bytes per device: arguments 218.74 MB, outputs 84.12 MB (of them 84.11 MB in place), temporaries 1.70 GB, program
+      41.48 MB
   arguments: drafter params 21.03 MB, optimiser 63.08 MB, target params 74.63 MB, embedding, head 38.90 MB, teacher
       params 21.03 MB, batch 39.94 kB
-  per device and step: 50 TFLOP, HBM 332.59 GB, ICI 6.52 GB, DCN 0 B (2123595 ICI bytes a token)
-  all-gather: 975 x over 16 devices (ici), 4.60 GB
-  all-reduce: 190 x over 16 devices (ici), 1.67 GB
+  per device and step: 50.2 TFLOP, HBM 314.82 GB, ICI 6.52 GB, DCN 0 B (2122095 ICI bytes a token)
+  all-gather: 1170 x over 16 devices (ici), 4.60 GB
+  all-reduce: 205 x over 16 devices (ici), 1.66 GB
   all-to-all: 17 x over 16 devices (ici), 257.56 MB
-  step takes at least: compute 254 ms, hbm 406 ms, ici 32.6 ms -> bound by hbm
-  at most: MFU 52% (compute alone 83%), 121,037 tokens/s, 20,173 anchors/s; 800k samples take at least 0.24 days
+  step takes at least: compute 255 ms, hbm 384 ms, ici 32.6 ms -> bound by hbm
+  at most: MFU 55% (compute alone 83%), 127,868 tokens/s, 21,311 anchors/s; 800k samples take at least 0.22 days
   host memory per device: 84.10 MB while a checkpoint is written, 19.45 MB while weights are loaded; hosts have
       48.00 GB
   features of 800k full rows, were they stored: 30.20 TB of disk
@@ -26,17 +26,17 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
 
 plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage2 of Qwen/Qwen3-0.6B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 1.90 GB of 102.01 GB per device
-  bytes per device: arguments 218.74 MB, outputs 84.12 MB (of them 84.11 MB in place), temporaries 1.63 GB, program
-      46.49 MB
+  fits: 1.97 GB of 102.01 GB per device
+  bytes per device: arguments 218.74 MB, outputs 84.12 MB (of them 84.11 MB in place), temporaries 1.70 GB, program
+      46.34 MB
   arguments: drafter params 21.03 MB, optimiser 63.08 MB, target params 74.63 MB, embedding, head 38.90 MB, teacher
       params 21.03 MB, batch 39.94 kB
-  per device and step: 50 TFLOP, HBM 332.09 GB, ICI 6.52 GB, DCN 0 B (2123595 ICI bytes a token)
-  all-gather: 975 x over 16 devices (ici), 4.60 GB
-  all-reduce: 190 x over 16 devices (ici), 1.67 GB
+  per device and step: 50.2 TFLOP, HBM 314.32 GB, ICI 6.52 GB, DCN 0 B (2122095 ICI bytes a token)
+  all-gather: 1170 x over 16 devices (ici), 4.60 GB
+  all-reduce: 205 x over 16 devices (ici), 1.66 GB
   all-to-all: 17 x over 16 devices (ici), 257.56 MB
-  step takes at least: compute 109 ms, hbm 120 ms, ici 16.3 ms -> bound by hbm
-  at most: MFU 76% (compute alone 83%), 409,246 tokens/s, 68,208 anchors/s; 800k samples take at least 0.07 days
+  step takes at least: compute 109 ms, hbm 114 ms, ici 16.3 ms -> bound by hbm
+  at most: MFU 80% (compute alone 83%), 432,379 tokens/s, 72,063 anchors/s; 800k samples take at least 0.07 days
   host memory per device: 84.10 MB while a checkpoint is written, 19.45 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 30.20 TB of disk

@@ -10,15 +10,15 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-4B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 4.54 GB of 17.18 GB per device
   bytes per device: arguments 1.14 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.36 GB, program
-      38.26 MB
+      37.88 MB
   arguments: drafter params 134.48 MB, optimiser 403.43 MB, target params 503.18 MB, embedding, head 97.24 MB, batch
       39.94 kB
-  per device and step: 82.4 TFLOP, HBM 355.06 GB, ICI 16.69 GB, DCN 0 B (5434340 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 10.05 GB
-  all-reduce: 176 x over 16 devices (ici), 6.59 GB
+  per device and step: 82.6 TFLOP, HBM 357.78 GB, ICI 16.69 GB, DCN 0 B (5433290 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 10.05 GB
+  all-reduce: 161 x over 16 devices (ici), 6.59 GB
   all-to-all: 2 x over 16 devices (ici), 54.07 MB
-  step takes at least: compute 418 ms, hbm 434 ms, ici 83.5 ms -> bound by hbm
-  at most: MFU 77% (compute alone 80%), 113,378 tokens/s, 18,896 anchors/s; 800k samples take at least 0.25 days
+  step takes at least: compute 419 ms, hbm 437 ms, ici 83.5 ms -> bound by hbm
+  at most: MFU 77% (compute alone 80%), 112,514 tokens/s, 18,752 anchors/s; 800k samples take at least 0.25 days
   host memory per device: 537.91 MB while a checkpoint is written, 112.07 MB while weights are loaded; hosts have
       48.00 GB
   features of 800k full rows, were they stored: 75.50 TB of disk
@@ -29,15 +29,15 @@ plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-4B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 4.55 GB of 102.01 GB per device
   bytes per device: arguments 1.14 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.37 GB, program
-      42.05 MB
+      42.08 MB
   arguments: drafter params 134.48 MB, optimiser 403.43 MB, target params 503.18 MB, embedding, head 97.24 MB, batch
       39.94 kB
-  per device and step: 82.4 TFLOP, HBM 355.06 GB, ICI 16.69 GB, DCN 0 B (5434340 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 10.05 GB
-  all-reduce: 176 x over 16 devices (ici), 6.59 GB
+  per device and step: 82.6 TFLOP, HBM 357.78 GB, ICI 16.69 GB, DCN 0 B (5433290 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 10.05 GB
+  all-reduce: 161 x over 16 devices (ici), 6.59 GB
   all-to-all: 2 x over 16 devices (ici), 54.07 MB
-  step takes at least: compute 180 ms, hbm 128 ms, ici 41.7 ms -> bound by compute
-  at most: MFU 80% (compute alone 80%), 273,741 tokens/s, 45,624 anchors/s; 800k samples take at least 0.10 days
+  step takes at least: compute 180 ms, hbm 129 ms, ici 41.7 ms -> bound by compute
+  at most: MFU 80% (compute alone 80%), 273,091 tokens/s, 45,515 anchors/s; 800k samples take at least 0.10 days
   host memory per device: 537.91 MB while a checkpoint is written, 112.07 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 75.50 TB of disk

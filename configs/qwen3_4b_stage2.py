@@ -9,15 +9,15 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage2 of Qwen/Qwen3-4B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 4.61 GB of 17.18 GB per device
   bytes per device: arguments 1.27 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.29 GB, program
-      49.95 MB
+      49.55 MB
   arguments: drafter params 134.48 MB, optimiser 403.43 MB, target params 503.18 MB, embedding, head 97.24 MB,
       teacher params 134.48 MB, batch 39.94 kB
-  per device and step: 216 TFLOP, HBM 674.42 GB, ICI 33.37 GB, DCN 0 B (10862990 ICI bytes a token)
-  all-gather: 1031 x over 16 devices (ici), 26.13 GB
-  all-reduce: 206 x over 16 devices (ici), 6.60 GB
+  per device and step: 216 TFLOP, HBM 678.26 GB, ICI 33.37 GB, DCN 0 B (10861490 ICI bytes a token)
+  all-gather: 1226 x over 16 devices (ici), 26.13 GB
+  all-reduce: 221 x over 16 devices (ici), 6.59 GB
   all-to-all: 17 x over 16 devices (ici), 643.89 MB
-  step takes at least: compute 1.1e+03 ms, hbm 823 ms, ici 167 ms -> bound by compute
-  at most: MFU 89% (compute alone 89%), 44,838 tokens/s, 7,473 anchors/s; 800k samples take at least 0.63 days
+  step takes at least: compute 1.1e+03 ms, hbm 828 ms, ici 167 ms -> bound by compute
+  at most: MFU 89% (compute alone 89%), 44,757 tokens/s, 7,459 anchors/s; 800k samples take at least 0.64 days
   host memory per device: 537.91 MB while a checkpoint is written, 112.07 MB while weights are loaded; hosts have
       48.00 GB
   features of 800k full rows, were they stored: 75.50 TB of disk
@@ -27,16 +27,16 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
 plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage2 of Qwen/Qwen3-4B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 4.62 GB of 102.01 GB per device
-  bytes per device: arguments 1.27 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.30 GB, program
-      52.87 MB
+  bytes per device: arguments 1.27 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.29 GB, program
+      52.89 MB
   arguments: drafter params 134.48 MB, optimiser 403.43 MB, target params 503.18 MB, embedding, head 97.24 MB,
       teacher params 134.48 MB, batch 39.94 kB
-  per device and step: 216 TFLOP, HBM 674.42 GB, ICI 33.37 GB, DCN 0 B (10862990 ICI bytes a token)
-  all-gather: 1031 x over 16 devices (ici), 26.13 GB
-  all-reduce: 206 x over 16 devices (ici), 6.60 GB
+  per device and step: 216 TFLOP, HBM 678.26 GB, ICI 33.37 GB, DCN 0 B (10861490 ICI bytes a token)
+  all-gather: 1226 x over 16 devices (ici), 26.13 GB
+  all-reduce: 221 x over 16 devices (ici), 6.59 GB
   all-to-all: 17 x over 16 devices (ici), 643.89 MB
-  step takes at least: compute 470 ms, hbm 244 ms, ici 83.4 ms -> bound by compute
-  at most: MFU 89% (compute alone 89%), 104,471 tokens/s, 17,412 anchors/s; 800k samples take at least 0.27 days
+  step takes at least: compute 471 ms, hbm 245 ms, ici 83.4 ms -> bound by compute
+  at most: MFU 89% (compute alone 89%), 104,281 tokens/s, 17,380 anchors/s; 800k samples take at least 0.27 days
   host memory per device: 537.91 MB while a checkpoint is written, 112.07 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 75.50 TB of disk

@@ -9,15 +9,15 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-8B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 7.61 GB of 17.18 GB per device
   bytes per device: arguments 2.15 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 5.37 GB, program
-      85.90 MB
+      85.38 MB
   arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB, batch
       39.94 kB
-  per device and step: 143 TFLOP, HBM 351.79 GB, ICI 30.89 GB, DCN 0 B (10056282 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 18.84 GB
-  all-reduce: 176 x over 16 devices (ici), 11.96 GB
+  per device and step: 143 TFLOP, HBM 329.30 GB, ICI 30.89 GB, DCN 0 B (10055232 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 18.85 GB
+  all-reduce: 161 x over 16 devices (ici), 11.96 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
-  step takes at least: compute 723 ms, hbm 430 ms, ici 154 ms -> bound by compute
-  at most: MFU 82% (compute alone 82%), 67,947 tokens/s, 11,324 anchors/s; 800k samples take at least 0.42 days
+  step takes at least: compute 725 ms, hbm 402 ms, ici 154 ms -> bound by compute
+  at most: MFU 82% (compute alone 82%), 67,797 tokens/s, 11,300 anchors/s; 800k samples take at least 0.42 days
   host memory per device: 1.05 GB while a checkpoint is written, 226.49 MB while weights are loaded; hosts have
       48.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
@@ -25,17 +25,17 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
 
 plan for v6e-16 (1 x v6e:4x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-8B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 6.63 GB of 34.36 GB per device
+  fits: 6.62 GB of 34.36 GB per device
   bytes per device: arguments 2.15 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 4.39 GB, program
-      80.82 MB
+      79.97 MB
   arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB, batch
       39.94 kB
-  per device and step: 143 TFLOP, HBM 411.42 GB, ICI 30.89 GB, DCN 0 B (10056282 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 18.84 GB
-  all-reduce: 176 x over 16 devices (ici), 11.96 GB
+  per device and step: 143 TFLOP, HBM 376.87 GB, ICI 30.89 GB, DCN 0 B (10055232 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 18.85 GB
+  all-reduce: 161 x over 16 devices (ici), 11.96 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
-  step takes at least: compute 155 ms, hbm 251 ms, ici 77.2 ms -> bound by hbm
-  at most: MFU 51% (compute alone 82%), 195,929 tokens/s, 32,655 anchors/s; 800k samples take at least 0.15 days
+  step takes at least: compute 156 ms, hbm 230 ms, ici 77.2 ms -> bound by hbm
+  at most: MFU 55% (compute alone 82%), 213,894 tokens/s, 35,649 anchors/s; 800k samples take at least 0.13 days
   host memory per device: 1.05 GB while a checkpoint is written, 226.49 MB while weights are loaded; hosts have
       180.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
@@ -44,19 +44,19 @@ plan for v6e-16 (1 x v6e:4x4, 16 devices), mesh: fsdp=16
 plan for v5p-8 (1 x v5p:2x2x1, 4 devices), mesh: fsdp=4
   stage1 of Qwen/Qwen3-8B: 4 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   set for this slice: mesh.fsdp=4, batches.batch_size=4
-  fits: 16.29 GB of 102.01 GB per device
-  bytes per device: arguments 8.60 GB, outputs 4.20 GB (of them 4.20 GB in place), temporaries 7.66 GB, program
-      28.56 MB
+  fits: 16.30 GB of 102.01 GB per device
+  bytes per device: arguments 8.60 GB, outputs 4.20 GB (of them 4.20 GB in place), temporaries 7.67 GB, program
+      28.32 MB
   arguments: drafter params 1.05 GB, optimiser 3.15 GB, target params 4.10 GB, embedding, head 622.33 MB, batch
       39.94 kB
-  per device and step: 143 TFLOP, HBM 450.56 GB, ICI 18.93 GB, DCN 0 B (6162608 ICI bytes a token)
-  all-gather: 420 x over 4 devices (ici), 13.94 GB
+  per device and step: 144 TFLOP, HBM 519.39 GB, ICI 19.01 GB, DCN 0 B (6188534 ICI bytes a token)
+  all-gather: 393 x over 4 devices (ici), 13.97 GB
   reduce-scatter: 20 x over 4 devices (ici), 2.52 GB
-  all-reduce: 176 x over 4 devices (ici), 2.40 GB
+  all-reduce: 73 x over 4 devices (ici), 2.46 GB
   all-to-all: 2 x over 4 devices (ici), 69.21 MB
-  collective-permute: 41 x over 2 devices (ici), 164 B
-  step takes at least: compute 310 ms, hbm 163 ms, ici 94.7 ms -> bound by compute
-  at most: MFU 82% (compute alone 82%), 39,578 tokens/s, 6,596 anchors/s; 800k samples take at least 0.72 days
+  collective-permute: 34 x over 2 devices (ici), 136 B
+  step takes at least: compute 315 ms, hbm 188 ms, ici 95.1 ms -> bound by compute
+  at most: MFU 81% (compute alone 81%), 39,047 tokens/s, 6,508 anchors/s; 800k samples take at least 0.73 days
   host memory per device: 4.20 GB while a checkpoint is written, 905.97 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
@@ -65,17 +65,17 @@ plan for v5p-8 (1 x v5p:2x2x1, 4 devices), mesh: fsdp=4
 
 plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage1 of Qwen/Qwen3-8B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 7.08 GB of 102.01 GB per device
+  fits: 7.07 GB of 102.01 GB per device
   bytes per device: arguments 2.15 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 4.88 GB, program
-      40.22 MB
+      39.82 MB
   arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB, batch
       39.94 kB
-  per device and step: 143 TFLOP, HBM 415.74 GB, ICI 30.89 GB, DCN 0 B (10056282 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 18.84 GB
-  all-reduce: 181 x over 16 devices (ici), 11.96 GB
+  per device and step: 143 TFLOP, HBM 430.78 GB, ICI 30.89 GB, DCN 0 B (10055232 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 18.85 GB
+  all-reduce: 166 x over 16 devices (ici), 11.96 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
-  step takes at least: compute 310 ms, hbm 150 ms, ici 77.2 ms -> bound by compute
-  at most: MFU 82% (compute alone 82%), 158,313 tokens/s, 26,385 anchors/s; 800k samples take at least 0.18 days
+  step takes at least: compute 311 ms, hbm 156 ms, ici 77.2 ms -> bound by compute
+  at most: MFU 82% (compute alone 82%), 157,965 tokens/s, 26,327 anchors/s; 800k samples take at least 0.18 days
   host memory per device: 1.05 GB while a checkpoint is written, 226.49 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
@@ -87,18 +87,18 @@ plan for v5p-512 (1 x v5p:4x8x8, 256 devices), mesh: data=16, fsdp=16
   set for this slice: mesh.data=16, batches.batch_size=256
   fits: 6.86 GB of 102.01 GB per device
   bytes per device: arguments 2.15 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 4.68 GB, program
-      27.19 MB
+      26.86 MB
   arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB, batch
       39.94 kB
-  per device and step: 143 TFLOP, HBM 412.34 GB, ICI 27.75 GB, DCN 0 B (9032288 ICI bytes a token)
-  all-gather: 420 x over 16 devices (ici), 18.84 GB
-  all-reduce: 151 x over 16 devices (ici), 5.04 GB
+  per device and step: 143 TFLOP, HBM 428.03 GB, ICI 28.04 GB, DCN 0 B (9127238 ICI bytes a token)
+  all-gather: 525 x over 16 devices (ici), 18.85 GB
+  all-reduce: 136 x over 16 devices (ici), 5.33 GB
   reduce-scatter: 41 x over 16 devices (ici), 3.77 GB
   all-to-all: 2 x over 16 devices (ici), 86.51 MB
   all-reduce: 15 x over 256 devices (ici), 301.04 kB
-  collective-permute: 25 x over 2 devices (ici), 100 B
-  step takes at least: compute 310 ms, hbm 149 ms, ici 46.2 ms -> bound by compute
-  at most: MFU 82% (compute alone 82%), 2,533,005 tokens/s, 422,167 anchors/s; 800k samples take at least 0.01 days
+  collective-permute: 70 x over 2 devices (ici), 280 B
+  step takes at least: compute 311 ms, hbm 155 ms, ici 46.7 ms -> bound by compute
+  at most: MFU 82% (compute alone 82%), 2,527,434 tokens/s, 421,239 anchors/s; 800k samples take at least 0.01 days
   host memory per device: 1.05 GB while a checkpoint is written, 226.49 MB while weights are loaded; hosts have
       112.00 GB
   features of 800k full rows, were they stored: 120.80 TB of disk
