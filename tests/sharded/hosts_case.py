@@ -182,7 +182,7 @@ def main(function: str, root: str, arguments: str, port: str = "", processes: st
 
     if not port:
         return work()
-    launch = hosts.find_launch(f"127.0.0.1:{port}", int(processes), int(index), 120)
+    launch = hosts.find_launch(f"127.0.0.1:{port}", int(processes), int(index), timeout=60)
     assert launch is not None
     return hosts.together(launch, work, preemption=True)
 
