@@ -263,7 +263,11 @@ def digest(kind: Any, operation: str | None) -> str:
     content = json.dumps([kind, jax.__version__])
     if operation is not None:
         package = Path(pallas_kernels.__file__).parent
-        paths = [*package.glob(f"{operation}/*.py"), *package.glob(f"tuning/{operation}.json"), package / "block_sizes.py"]
+        paths = [
+            *package.glob(f"{operation}/*.py"),
+            *package.glob(f"tuning/{operation}.json"),
+            package / "block_sizes.py",
+        ]
         content += "".join(path.read_text() for path in sorted(paths))
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 

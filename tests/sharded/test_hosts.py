@@ -256,7 +256,8 @@ def test_signals_at_random_moments_to_one_process_of_four_change_no_bit(tmp_path
         time.sleep(random_moments.random() * 3)
         started[random_moments.randrange(4)].send_signal(random_moments.choice((signal.SIGKILL, signal.SIGTERM)))
         for process in started:
-            process.communicate(timeout=180)  # whoever waits for one that was killed before it joined does so for a minute
+            # Who waits for one that was killed before it joined does so for a minute.
+            process.communicate(timeout=180)
     hosts_case.finish(hosts_case.start("stage_one", root, 4, 1, **settings), root)
     assert drafter_bytes(root) == drafter_bytes(tmp_path / "whole")
 
