@@ -59,10 +59,11 @@ def test_no_gather_of_logits_or_head_and_no_large_replicated_array(run) -> None:
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}, {"data": 2, "tensor": 4}], ids=str)
 def test_a_head_shared_by_devices_gives_the_losses_of_a_whole_one(mesh: dict) -> None:
-    """Measured: at most 5e-7 anywhere, sums of 80 columns in another order; best and correct must not differ."""
+    """Sums of 80 columns in another order. Measured, jax 0.10.2 and 0.12.0: at most 2.4e-6, in the gradient of five terms;
+    best and correct must not differ."""
     gaps = call("head_case", "head_on_shares", mesh=mesh)
     assert len(gaps) == 9 and gaps["best"] == gaps["correct"] == 0
-    assert all(gap < 2e-6 for gap in gaps.values()), gaps
+    assert all(gap < 5e-6 for gap in gaps.values()), gaps
 
 
 def test_the_head_loss_on_shares_is_that_of_the_whole_head_with_weights_and_all_gradients() -> None:
