@@ -8,7 +8,7 @@ from pallas_kernels.fused_head_loss.api import check_implementation, check_rows
 from pallas_kernels.fused_head_loss.blocks import HeadTiles, choose_tiles
 from pallas_kernels.fused_head_loss.reference import head_choice_reference
 from pallas_kernels.fused_head_loss.shares import HeadShares
-from pallas_kernels.fused_head_loss.sweeps import advance, logits, merged, over_groups, start, sweep
+from pallas_kernels.fused_head_loss.sweeps import advance, better, logits, merged, over_groups, start, sweep
 from pallas_kernels.fused_head_loss.terms import HeadChoice
 
 
@@ -58,9 +58,7 @@ def _choose(rows: Array, head: Array, banned: Array, shares: HeadShares, columns
         running, best = carry
         allowed = jax.lax.dynamic_slice_in_dim(~banned, first, tile.shape[1])
         p = logits(rows, tile, new & allowed)
-        here = first + jnp.argmax(p, axis=-1).astype(jnp.int32)
-        best = jnp.where(p.max(axis=-1) > running.top, here, best)
-        return advance(running, p, ()), best
+        return advance(running, p, ()), better(best, running, p, first)
 
     own, best = sweep(head, columns, visit, (start(rows.shape[0]), jnp.zeros(rows.shape[0], jnp.int32)))
     (whole,) = merged(shares, (own,))

@@ -17,7 +17,7 @@ from jax import Array
 
 from pallas_kernels.fused_head_loss.blocks import HeadTiles
 from pallas_kernels.fused_head_loss.shares import HeadShares
-from pallas_kernels.fused_head_loss.sweeps import advance, logits, merged, over_groups, start, sweep
+from pallas_kernels.fused_head_loss.sweeps import advance, better, logits, merged, over_groups, start, sweep
 from pallas_kernels.fused_head_loss.terms import HeadLosses, Term
 
 
@@ -61,9 +61,7 @@ def _forward_rows(setting: _Setting, head: Array, rows: _Rows) -> tuple[HeadLoss
         ours, theirs, picked, best = carry
         p = logits(rows.hidden, tile, new)
         q = [logits(other, tile, new) for other in rows.others]
-        highest = p.max(axis=-1)
-        here = first + jnp.argmax(p, axis=-1).astype(jnp.int32)
-        best = jnp.where(highest > ours.top, here, best)
+        best = better(best, ours, p, first)
         picked = tuple(old + _at_label(p, label - first, new) for old, label in zip(picked, labels, strict=True))
         ours = advance(ours, p, tuple(p - q[t.operand] for t in reverse))
         theirs = tuple(advance(state, q[i], tuple(q[i] - p for _ in forward[i])) for i, state in enumerate(theirs))
