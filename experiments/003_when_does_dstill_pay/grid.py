@@ -54,14 +54,17 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     plain = dflash_baseline(LossConfig(gamma=gamma))
     views = StageOneConfig(LossConfig(gamma=gamma), ViewMix(0.35, 0.35, 0.30), ViewMix(0.8, 0.1, 0.1))
     auf = dflash_baseline(LossConfig(gamma=gamma, weighting="auf"))
+    soft = dflash_baseline(LossConfig(gamma=gamma, weighting="auf", auf_residual=0.33))
     distil = StageTwoConfig(_slotwise(gamma))
     equal = round(then * STEP_COST[block_size])  # plain steps that take as long as stage 2
 
     found = {
+        "a0": Arm("one step of plain cross-entropy: as good as untrained", plain, 1),
         "a1": Arm("plain cross-entropy from scratch", plain, first),
         "s1": Arm("a1, then partly revealed blocks", views, views_steps, "a1", refined=True),
         "a1c": Arm("s1, then plain: control at equal steps", plain, then, "s1"),
         "auf": Arm("s1, then AUF at equal steps", auf, then, "s1"),
+        "auf_soft": Arm("auf, a third of the weight kept behind the first error", soft, then, "s1"),
         "dstill": Arm("s1, then stage 2: data on slot 1, teacher's KL behind", distil, then, "s1", refined=True),
         "a1_compute": Arm("a1, then plain for the compute of s1 and stage 2", plain, views_steps + equal, "a1"),
         "auf_compute": Arm("a1, then AUF for the compute of s1 and stage 2", auf, views_steps + equal, "a1"),
@@ -71,6 +74,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
         "mix": ("half KL, half data behind slot 1", {"loss": _mix(gamma)}),
         "hard": ("the teacher's tokens behind slot 1", {"loss": _hard(gamma)}),
         "auf_kl": ("KL weighed by AUF", {"loss": _slotwise(gamma, weighting="auf")}),
+        "auf_mix": ("half KL, half data behind slot 1, weighed by AUF", {"loss": _mix(gamma, weighting="auf")}),
         "dpace": ("KL weighed by D-PACE", {"loss": _slotwise(gamma, weighting="dpace")}),
         "datakl": ("data up to the teacher's first error, KL behind it", {"loss": _until_error(gamma)}),
         "reverse": ("reverse KL", {"loss": _slotwise(gamma, kl_direction="reverse")}),
@@ -86,7 +90,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     found["refresh"] = Arm("dstill once more, its student the teacher", distil, then, "dstill")
     found["dstill_long"] = Arm("stage 2, three times as long", distil, 3 * then, "s1")
     found |= _short(gamma, first // 4)
-    for name in ("a1", "s1", "a1c", "auf", "dstill"):
+    for name in ("a1", "s1", "a1c", "auf", "dstill", "dstill_auf_mix"):
         start = None if found[name].start is None else f"deep_{found[name].start}"
         found[f"deep_{name}"] = replace(
             found[name], about=f"{DEEP} layers: {found[name].about}", start=start, num_layers=DEEP
@@ -115,8 +119,9 @@ def _short(gamma: float, steps: int) -> dict[str, Arm]:
     return found
 
 
-def _mix(gamma: float) -> LossConfig:
-    return LossConfig(TermWeights(data_ce=1.0), TermWeights(teacher_kl=0.5, data_ce=0.5), gamma=gamma)
+def _mix(gamma: float, **changes: object) -> LossConfig:
+    both = TermWeights(teacher_kl=0.5, data_ce=0.5)
+    return LossConfig(TermWeights(data_ce=1.0), both, gamma=gamma, **changes)  # type: ignore[arg-type]
 
 
 def _hard(gamma: float) -> LossConfig:

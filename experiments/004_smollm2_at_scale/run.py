@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct with ten times the data and steps of the demo: every arm and control, then real decoding.
 
     python experiments/004_smollm2_at_scale/run.py                 (everything; hours on two CPU cores)
-    python experiments/004_smollm2_at_scale/run.py --stop-after a1  (up to an arm)
+    python experiments/004_smollm2_at_scale/run.py --until a1     (up to an arm)
 
 Whatever was stopped goes on where it was. Training prompts are those rows of GSM8K's test file that are not held out, and
 twice more the same with other numbers; HumanEval and AIME are never trained on.
@@ -32,15 +32,24 @@ from dstill_jax.models.target import Target
 from dstill_jax.runs import RunConfig, run_stage
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.weights.embedded import fetch, read_jsonl
-from dstill_jax.weights.load import load_drafter, load_target
+from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 
 HERE = Path(__file__).resolve().parent
 BLOCK, GAMMA, MASK = 8, 4.0, 16
 SHAPE = DrafterShape(mask_token_id=MASK, num_layers=2, block_size=BLOCK, init_from_layers=(28, 29))
 PROMPT_TOKENS, NEW_TOKENS, VARIANTS = 128, 128, 3
-PLAIN, VIEWS, DISTIL = 6000, 1500, 1500
+PLAIN, VIEWS, DISTIL = 8000, 1500, 1500
 DECODED, TIMED = 96, 20  # new tokens of a held-out prompt; prompts decoded alone, for the speeds
-TREES_OF = ("a1_compute", "dstill")
+PROMPTS = {"gsm8k": 60, "humaneval": 30, "aime": 30}  # held-out ones of each set
+CONTROLS = ("a1", "a1c", "auf", "a1_compute", "auf_compute")
+BEST = "auf"  # the drafter that is decoded in every way
+SHIPPED = (BEST, "stage1")
+FEW = (
+    "autoregressive",
+    "lookup, 7 drafted",
+    *(f"{n}, 7 drafted" for n in ("a1", "auf", "dstill")),
+    f"{BEST}, tree of 64",
+)
 STEP_COST = 1.9  # time of a stage-2 step over that of a plain one, in the demo
 
 
@@ -58,14 +67,16 @@ def stages() -> dict[str, Stage]:
     plain = dflash_baseline(LossConfig(gamma=GAMMA))
     auf = dflash_baseline(LossConfig(gamma=GAMMA, weighting="auf"))
     views = StageOneConfig(LossConfig(gamma=GAMMA), ViewMix(0.35, 0.35, 0.30), ViewMix(0.8, 0.1, 0.1))
-    loss = LossConfig(TermWeights(data_ce=1.0), TermWeights(teacher_kl=1.0), gamma=GAMMA)
+    # The winner of experiment 003: half the text, half the teacher, up to the drafter's own first error.
+    both = TermWeights(teacher_kl=0.5, data_ce=0.5)
+    loss = LossConfig(TermWeights(data_ce=1.0), both, gamma=GAMMA, weighting="auf")
     equal = VIEWS + round(DISTIL * STEP_COST)
     return {
         "a1": Stage(plain, PLAIN),
         "stage1": Stage(views, VIEWS, "a1"),
+        "auf": Stage(auf, DISTIL, "stage1"),
         "dstill": Stage(StageTwoConfig(loss, CurriculumConfig()), DISTIL, "stage1"),
         "a1c": Stage(plain, DISTIL, "stage1"),
-        "auf": Stage(auf, DISTIL, "stage1"),
         "a1_compute": Stage(plain, equal, "a1"),
         "auf_compute": Stage(auf, equal, "a1"),
     }
@@ -110,7 +121,7 @@ def answers(root: Path, source: str, workers: int) -> Path:
     return root / "data"
 
 
-def train_all(root: Path, source: str, data: Path, target: Target, last: str | None) -> None:
+def train_all(root: Path, source: str, data: Path, target: Target, last: str) -> None:
     """The arms in order, up to `last`."""
     for name, stage in stages().items():
         config = RunConfig(
@@ -134,17 +145,22 @@ def train_all(root: Path, source: str, data: Path, target: Target, last: str | N
 
 
 def measure_all(root: Path, target: Target) -> dict[str, Any]:
-    """Every setting on every prompt set, at temperature 0 and 1; each is kept in `root` and not measured again."""
-    found = {}
-    for prompts, count in (("gsm8k", 60), ("humaneval", 30), ("aime", 30)):
+    """Every prompt set at temperature 0 and 1; each is kept in `root` and not measured again.
+
+    Held-out GSM8K at temperature 0 has all settings and the speeds, so nothing else should run on the machine then; the
+    other sets have the settings of `FEW`.
+    """
+    everything, found = settings(root, target), {}
+    few = [arm for arm in everything if arm.name in FEW]
+    for prompts, count in PROMPTS.items():
         for temperature in (0.0, 1.0):
+            first = prompts == "gsm8k" and temperature == 0
+            arms = everything if first else few
             path = root / f"measured_{prompts}_{temperature:g}.json"
-            if not path.exists():
+            if not path.exists() or {a.name for a in EvaluationResult.load(path)} != {a.name for a in arms}:
                 rows = [p for p in render(target, read_prompts(prompts, None), raw=False) if len(p) <= 512][:count]
-                config = EvaluationConfig(DECODED, temperature, seed=7, timed_prompts=TIMED)
-                result, _ = measure(
-                    target, settings(root, target), rows, config, prompts_name=f"{prompts}, not trained on"
-                )
+                config = EvaluationConfig(DECODED, temperature, seed=7, timed_prompts=TIMED if first else 0)
+                result, _ = measure(target, arms, rows, config, prompts_name=f"{prompts}, not trained on")
                 result.save(path)
             result = EvaluationResult.load(path)
             print_headline(result)
@@ -153,26 +169,42 @@ def measure_all(root: Path, target: Target) -> dict[str, Any]:
 
 
 def settings(root: Path, target: Target) -> list[Arm]:
-    """Drafters by name, with chains of 7 and 3 and trees of several sizes."""
+    """The drafters trained so far, each in its settings, and what needs none."""
     arms = [Arm("autoregressive", "autoregressive")]
     arms += [Arm(f"lookup, {width} drafted", "lookup", options={"draft_tokens": width}) for width in (7, 3)]
     for name, stage in stages().items():
-        drafter = load_drafter(str(root / name / "drafter"), target)
-        arms.append(Arm(f"{name}, 7 drafted", "dflash", drafter, name, training_steps=stage.steps))
-        if name == "stage1":
-            arms.append(Arm(f"{name}, 7 passes", "refine", drafter, name, {"passes": 7}, training_steps=stage.steps))
-        if name in TREES_OF:
-            arms.append(Arm(f"{name}, 3 drafted", "dflash", drafter, name, {"draft_tokens": 3}))
-            arms += [Arm(f"{name}, tree of {n}", "ddtree", drafter, name, {"tree_budget": n}) for n in (4, 8, 16, 64)]
+        folder = root / name / "drafter"
+        if folder.exists():
+            drafter = load_drafter(str(folder), target)
+            if name in SHIPPED:  # what is measured is what is shipped, rounded to bfloat16
+                save_drafter(root / "shipped" / name, drafter, target.config)
+                drafter = load_drafter(str(root / "shipped" / name), target)
+            arms += [
+                Arm(f"{name}, {about}", method, drafter, name, options, training_steps=stage.steps)
+                for about, method, options in _decodings(name)
+            ]
     return arms
+
+
+def _decodings(name: str) -> list[tuple[str, str, dict[str, int]]]:
+    """What it is called, the method and its options: a full chain, and shorter ones and trees of some drafters."""
+    found = [("7 drafted", "dflash", {})]
+    if name == "stage1":
+        found.append(("7 passes", "refine", {"passes": 7}))
+    if name == BEST:
+        found += [(f"{n} drafted", "dflash", {"draft_tokens": n}) for n in (3, 4, 5)]
+    if name in ("a1", BEST):
+        found += [(f"tree of {n}", "ddtree", {"tree_budget": n}) for n in (16, 64)]
+    return found
 
 
 def _line(result: EvaluationResult, name: str) -> dict[str, Any]:
     arm = result.arm(name)
     line: dict[str, Any] = {"tau": _numbers(arm.tau_pooled_interval()), "same text": result.identical_outputs(arm)}
-    for control in ("a1c", "auf", "a1_compute", "auf_compute"):
-        if name == "dstill, 7 drafted":
-            line[f"change against {control}, %"] = _numbers(tau_pooled_change(arm, result.arm(f"{control}, 7 drafted")))
+    for control in CONTROLS:
+        other = f"{control}, 7 drafted"
+        if name in ("dstill, 7 drafted", "auf, 7 drafted") and name != other and other in [a.name for a in result]:
+            line[f"change against {control}, %"] = _numbers(tau_pooled_change(arm, result.arm(other)))
     faster = speedup(arm, result.arm("autoregressive"))
     return line if faster is None else {**line, "speed-up": _numbers(faster)}
 
@@ -185,14 +217,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path("runs/004"), help="folder of data, runs and measurements")
     parser.add_argument("--workers", type=int, default=2, help="processes that generate the answers")
-    parser.add_argument("--stop-after", choices=tuple(stages()), help="train up to this arm, and measure nothing")
+    parser.add_argument("--until", choices=tuple(stages()), default=tuple(stages())[-1], help="train up to this arm")
+    parser.add_argument("--train-only", action="store_true", help="decode nothing")
     args = parser.parse_args()
     root, source = args.root.resolve(), str(fetch("smollm2", report=print))
     root.mkdir(parents=True, exist_ok=True)
     data = answers(root, source, args.workers)
     target = load_target(source)
-    train_all(root, source, data, target, args.stop_after)
-    if args.stop_after is None:
+    train_all(root, source, data, target, args.until)
+    if not args.train_only:
         results = measure_all(root, target)
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
