@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dstill_jax.config import DrafterConfig, TargetConfig
-from dstill_jax.data.dataset import ConversationDataset
+from dstill_jax.data.joined import Dataset, open_data
 from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
 from dstill_jax.dims import Params
 from dstill_jax.distill import initialise
@@ -52,7 +52,7 @@ class RunConfig:
     """Everything that decides a run's result."""
 
     target: str  # Hugging Face folder or hub id
-    data: str  # folder made by `dstill prepare`
+    data: str | tuple[str, ...]  # folder made by `dstill prepare`, or several
     out: str  # run folder; a stopped run is continued in it
     objective: StageOneConfig | StageTwoConfig  # stage 1 (or the DFlash baseline), or stage 2
     optimizer: OptimizerConfig
@@ -132,7 +132,7 @@ def run_stage(
     drafter = config.new.build(target.config) if begun is None else begun.config  # type: ignore[union-attr]
     for model in (target.config, drafter):
         check_model_divides(config.mesh, model)
-    dataset = ConversationDataset(config.data)
+    dataset = open_data(config.data)
     live = _check_features(config, dataset, drafter, target)
     rows = None
     if mesh is not None:
@@ -258,7 +258,7 @@ def _new_params(
     return jax.jit(create, out_shardings=places)(target.params, key, scale)
 
 
-def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: DrafterConfig, target: Target) -> bool:
+def _check_features(config: RunConfig, dataset: Dataset, drafter: DrafterConfig, target: Target) -> bool:
     """Whether features have to be computed in the step. Stored ones must be of this target and of these taps."""
     inputs = dataset.provenance.get("inputs", {})
     made_by = inputs.get("target_fingerprint")
@@ -278,7 +278,7 @@ def _check_features(config: RunConfig, dataset: ConversationDataset, drafter: Dr
     return False
 
 
-def _tap_scale(dataset: ConversationDataset, drafter: DrafterConfig, target: Target, mesh: Mesh | None) -> np.ndarray:
+def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, mesh: Mesh | None) -> np.ndarray:
     """From the first rows of the dataset: the same whatever is drawn later."""
     width = drafter.num_taps * drafter.hidden_size
     rows = range(min(_SCALE_ROWS, len(dataset)))
@@ -305,7 +305,7 @@ def _freeze(
     config: RunConfig,
     target: Target,
     drafter: DrafterConfig,
-    dataset: ConversationDataset,
+    dataset: Dataset,
     scale: np.ndarray,
     live: bool,
     mesh: Mesh | None,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dstill_jax.data.dataset import write_dataset as write_dataset
     from dstill_jax.data.generate import PrepareSummary as PrepareSummary
     from dstill_jax.data.generate import prepare as prepare
+    from dstill_jax.data.joined import JoinedDataset as JoinedDataset
     from dstill_jax.data.pipeline import BatchIterator as BatchIterator
     from dstill_jax.data.pipeline import BatchPipeline as BatchPipeline
     from dstill_jax.data.pipeline import PipelineConfig as PipelineConfig
@@ -30,6 +31,7 @@ _HOME = {
     "ChatTemplate": "templates",
     "Conversation": "dataset",
     "ConversationDataset": "dataset",
+    "JoinedDataset": "joined",
     "MemoryDataset": "dataset",
     "PipelineConfig": "pipeline",
     "PipelineSummary": "pipeline",

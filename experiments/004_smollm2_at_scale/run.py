@@ -37,7 +37,7 @@ from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 HERE = Path(__file__).resolve().parent
 BLOCK, GAMMA, MASK = 8, 4.0, 16
 SHAPE = DrafterShape(mask_token_id=MASK, num_layers=2, block_size=BLOCK, init_from_layers=(28, 29))
-PROMPT_TOKENS, NEW_TOKENS, VARIANTS = 128, 128, 3
+PROMPT_TOKENS, NEW_TOKENS, VARIANTS, SPLICED = 128, 128, 3, 6
 PLAIN, VIEWS, DISTIL = 8000, 1500, 1500
 DECODED, TIMED = 96, 20  # new tokens of a held-out prompt; prompts decoded alone, for the speeds
 PROMPTS = {"gsm8k": 60, "humaneval": 30, "aime": 30}  # held-out ones of each set
@@ -86,47 +86,63 @@ def varied(rows: list[dict[str, Any]], variants: int) -> list[dict[str, Any]]:
     """Each question as it is, and again with every number drawn anew, of as many digits: other greedy answers."""
     draw = random.Random(0)
 
-    def other(match: re.Match[str]) -> str:
-        digits = len(match[0])
-        return str(draw.randrange(10 ** (digits - 1), 10**digits))
-
     def variant(row: dict[str, Any], number: int) -> dict[str, Any]:
-        if number == 0:
-            return row
-        return {"id": f"{row['id']}/numbers{number}", "prompt": re.sub(r"\d+", other, row["prompt"])}
+        return {"id": f"{row['id']}/numbers{number}", "prompt": _renumbered(row["prompt"], draw)} if number else row
 
     return [variant(row, number) for number in range(variants) for row in rows]
 
 
-def answers(root: Path, source: str, workers: int) -> Path:
-    """Greedy answers to the training prompts, with the target's features."""
-    prompts = root / "prompts.jsonl"
-    rows = varied(read_jsonl(Path(training_prompts("gsm8k"))), VARIANTS)
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    summary = prepare(
-        PrepareConfig(
-            target=source,
-            source=PromptSource(str(prompts)),
-            out=str(root / "data"),
-            max_prompt_tokens=PROMPT_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            temperature=0.0,
-            batch_size=80,
-            workers=workers,
-            record_features=True,
-            tap_ids=SHAPE.build(load_target(source).config).target_layer_ids,
+def spliced(rows: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    """The beginning of each question with the end of another, drawn anew each round: senseless, answered all the same."""
+    draw = random.Random(1)
+    found = []
+    for number in range(1, rounds + 1):
+        for row, other in zip(rows, draw.sample(rows, len(rows)), strict=True):
+            begin, end = (re.split(r"(?<=[.?!])\s+", x["prompt"].strip()) for x in (row, other))
+            text = " ".join(begin[: (len(begin) + 1) // 2] + end[len(end) // 2 :])
+            found.append({"id": f"{row['id']}/spliced{number}", "prompt": _renumbered(text, draw)})
+    return found
+
+
+def _renumbered(text: str, draw: random.Random) -> str:
+    def other(match: re.Match[str]) -> str:
+        digits = len(match[0])
+        return str(draw.randrange(10 ** (digits - 1), 10**digits))
+
+    return re.sub(r"\d+", other, text)
+
+
+def answers(root: Path, source: str, workers: int) -> tuple[str, ...]:
+    """Greedy answers to the training prompts, with the target's features: the folders."""
+    rows = read_jsonl(Path(training_prompts("gsm8k")))
+    sets = {"data": varied(rows, VARIANTS), "data_spliced": spliced(rows, SPLICED)}
+    for name, prompts in sets.items():
+        path = root / f"prompts_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+        summary = prepare(
+            PrepareConfig(
+                target=source,
+                source=PromptSource(str(path)),
+                out=str(root / name),
+                max_prompt_tokens=PROMPT_TOKENS,
+                max_new_tokens=NEW_TOKENS,
+                temperature=0.0,
+                batch_size=80,
+                workers=workers,
+                record_features=True,
+                tap_ids=SHAPE.build(load_target(source).config).target_layer_ids,
+            )
         )
-    )
-    print(f"{summary.rows} answers, {summary.supervised_tokens} tokens", flush=True)
-    return root / "data"
+        print(f"{name}: {summary.rows} answers, {summary.supervised_tokens} tokens", flush=True)
+    return tuple(str(root / name) for name in sets)
 
 
-def train_all(root: Path, source: str, data: Path, target: Target, last: str) -> None:
+def train_all(root: Path, source: str, data: tuple[str, ...], target: Target, last: str) -> None:
     """The arms in order, up to `last`."""
     for name, stage in stages().items():
         config = RunConfig(
             target=source,
-            data=str(data),
+            data=data,
             out=str(root / name),
             objective=stage.objective,
             optimizer=OptimizerConfig(learning_rate=3e-3 if stage.start is None else 1.5e-3),
@@ -193,7 +209,6 @@ def _decodings(name: str) -> list[tuple[str, str, dict[str, int]]]:
         found.append(("7 passes", "refine", {"passes": 7}))
     if name == BEST:
         found += [(f"{n} drafted", "dflash", {"draft_tokens": n}) for n in (3, 4, 5)]
-    if name in ("a1", BEST):
         found += [(f"tree of {n}", "ddtree", {"tree_budget": n}) for n in (16, 64)]
     return found
 

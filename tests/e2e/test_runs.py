@@ -31,7 +31,7 @@ class Boom(Exception):
     """Stands for the machine going away."""
 
 
-def make_data(folder: Path) -> str:
+def make_data(folder: Path, kept: slice = slice(None)) -> str:
     """Rows of a short repeating pattern, so that there is something to learn; the first five tokens are a prompt."""
     random = np.random.default_rng(0)
     rows = []
@@ -39,7 +39,7 @@ def make_data(folder: Path) -> str:
         tokens = np.resize(random.integers(3, 200, 4), 28).astype(np.int32)
         rows.append(Conversation(f"row {i}", tokens, np.arange(28) >= 5))
     provenance = {"inputs": {"target_fingerprint": load_target(TARGET).fingerprint, "tap_ids": []}}
-    write_dataset(folder / "dataset", rows, provenance)
+    write_dataset(folder / "dataset", rows[kept], provenance)
     return str(folder)
 
 
@@ -143,6 +143,13 @@ def test_a_finished_run_is_found_complete(whole: dict[str, RunConfig]) -> None:
 
     run_stage(whole["stage1"], on_step=never)
     assert drafter_bytes(whole["stage1"]) == before
+
+
+def test_two_datasets_train_as_one_that_holds_all_their_rows(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    halves = tuple(make_data(tmp_path / name, kept) for name, kept in (("a", slice(0, 9)), ("b", slice(9, None))))
+    config = override(whole["stage1"], [f"data={halves}", f"out={tmp_path / 'run'}"])
+    run_stage(config)
+    assert drafter_bytes(config) == drafter_bytes(whole["stage1"])
 
 
 def test_a_folder_of_another_run_is_refused(whole: dict[str, RunConfig]) -> None:
