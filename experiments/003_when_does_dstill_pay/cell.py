@@ -50,14 +50,14 @@ def train_cell(
     run_stage(config, target=target)
 
 
-def settings(name: str, arm: Arm, block_size: int) -> dict[str, tuple[str, dict]]:
+def settings(arm: Arm, block_size: int) -> dict[str, tuple[str, dict]]:
     """What a cell is decoded with: a label, the method and its options."""
     most = block_size - 1
     found: dict[str, tuple[str, dict]] = {"one pass": ("dflash", {})}
     for budget in _TREES:
         found[f"tree {budget}"] = ("ddtree", {"tree_budget": budget})
-    if name == "a0":
-        found["lookup"] = ("lookup", {"draft_tokens": most})  # needs no drafter; it stands in this cell only
+    if arm.lookup:
+        found["lookup"] = ("lookup", {"draft_tokens": most})
     if arm.refined:
         for order, passes in (
             ("left_to_right", most),
@@ -80,7 +80,7 @@ def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: in
     prompts = held_out(dataset, which)
     drafter = load_drafter(str(folder / "drafter"), target)
     with only_one(folder / which):
-        for label, (method, options) in settings(name, arm, block_size).items():
+        for label, (method, options) in settings(arm, block_size).items():
             if label in done:
                 continue
             began = time.perf_counter()

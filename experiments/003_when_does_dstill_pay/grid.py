@@ -40,6 +40,7 @@ class Arm:
     layout: tuple[int, int] = (4, 32)  # rows of a batch, blocks of each: 128 blocks a step
     random_start: bool = False  # instead of copies of the target's layers
     refined: bool = False  # also measured with several passes
+    lookup: bool = False  # prompt lookup, which needs no drafter, is measured beside it
 
 
 def _slotwise(gamma: float, **changes: object) -> LossConfig:
@@ -59,7 +60,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     equal = round(then * STEP_COST[block_size])  # plain steps that take as long as stage 2
 
     found = {
-        "a0": Arm("one step of plain cross-entropy: as good as untrained", plain, 1),
+        "a0": Arm("one step of plain cross-entropy: as good as untrained", plain, 1, lookup=True),
         "a1": Arm("plain cross-entropy from scratch", plain, first),
         "s1": Arm("a1, then partly revealed blocks", views, views_steps, "a1", refined=True),
         "a1c": Arm("s1, then plain: control at equal steps", plain, then, "s1"),

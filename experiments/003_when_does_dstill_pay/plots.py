@@ -1,6 +1,8 @@
 """Pictures of results.json: what each arm changes against its control, and how far down a block drafts are right.
 
-python experiments/003_when_does_dstill_pay/plots.py     (needs the extra `report`; writes PNG files beside it)
+    python experiments/003_when_does_dstill_pay/plots.py     (needs the extra `report`)
+
+PNG files are written beside this one.
 """
 
 import json

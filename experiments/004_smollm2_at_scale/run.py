@@ -43,7 +43,6 @@ DECODED, TIMED = 96, 20  # new tokens of a held-out prompt; prompts decoded alon
 PROMPTS = {"gsm8k": 60, "humaneval": 30, "aime": 30}  # held-out ones of each set
 CONTROLS = ("a1", "a1c", "auf", "a1_compute", "auf_compute")
 BEST = "auf"  # the drafter that is decoded in every way
-SHIPPED = (BEST, "stage1")
 FEW = (
     "autoregressive",
     "lookup, 7 drafted",
@@ -191,10 +190,10 @@ def settings(root: Path, target: Target) -> list[Arm]:
     for name, stage in stages().items():
         folder = root / name / "drafter"
         if folder.exists():
-            drafter = load_drafter(str(folder), target)
-            if name in SHIPPED:  # what is measured is what is shipped, rounded to bfloat16
-                save_drafter(root / "shipped" / name, drafter, target.config)
-                drafter = load_drafter(str(root / "shipped" / name), target)
+            # What is measured is what can be shipped: all arms alike rounded to bfloat16.
+            exported = root / "exported" / name
+            save_drafter(exported, load_drafter(str(folder), target), target.config)
+            drafter = load_drafter(str(exported), target)
             arms += [
                 Arm(f"{name}, {about}", method, drafter, name, options, training_steps=stage.steps)
                 for about, method, options in _decodings(name)
@@ -218,7 +217,7 @@ def _line(result: EvaluationResult, name: str) -> dict[str, Any]:
     line: dict[str, Any] = {"tau": _numbers(arm.tau_pooled_interval()), "same text": result.identical_outputs(arm)}
     for control in CONTROLS:
         other = f"{control}, 7 drafted"
-        if name in ("dstill, 7 drafted", "auf, 7 drafted") and name != other and other in [a.name for a in result]:
+        if name.endswith(", 7 drafted") and name != other and other in [a.name for a in result]:
             line[f"change against {control}, %"] = _numbers(tau_pooled_change(arm, result.arm(other)))
     faster = speedup(arm, result.arm("autoregressive"))
     return line if faster is None else {**line, "speed-up": _numbers(faster)}
