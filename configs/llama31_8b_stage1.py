@@ -3,7 +3,7 @@
 Before:   dstill prepare --target meta-llama/Llama-3.1-8B-Instruct --prompts YOUR.jsonl \\
               --out runs/llama31_8b/data --dtype bfloat16
 Command:  dstill train configs/llama31_8b_stage1.py
-Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
+Hardware: a TPU slice; the mesh below is for 16 devices (others: docs/sharding.md). Not run yet: no
           result is claimed here. Planned (compiled, not run) with
           `dstill plan configs/llama31_8b_stage1.py --slice ...`:
 

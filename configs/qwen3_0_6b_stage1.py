@@ -2,7 +2,7 @@
 
 Before:   dstill prepare --target Qwen/Qwen3-0.6B --prompts YOUR.jsonl --out runs/qwen3_0_6b/data --dtype bfloat16
 Command:  dstill train configs/qwen3_0_6b_stage1.py
-Hardware: a TPU slice; the mesh below is for 16 devices (others: mesh.data=..., see docs/sharding.md). Not run yet: no
+Hardware: a TPU slice; the mesh below is for 16 devices (others: docs/sharding.md). Not run yet: no
           result is claimed here. Planned (compiled, not run) with
           `dstill plan configs/qwen3_0_6b_stage1.py --slice ...`:
 

@@ -11,7 +11,11 @@ from dstill_jax.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0 done, 2 bad input, 128 + n stopped by signal n."""
+    """Runs one command; returns the exit status.
+
+    0: done, or training stopped by SIGTERM with all saved. 1: another process of the job failed. 2: bad input.
+    130: interrupted.
+    """
     args = _parse(arguments)
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another one
         if isinstance(stream, io.TextIOWrapper):
@@ -195,11 +199,11 @@ def _plan(commands) -> None:
     sub = _command(commands, "plan", "compile a run for a TPU slice that is not attached: does it fit, what bounds it")
     sub.add_argument("config", help="Python file with CONFIG, as for `dstill train`")
     sub.add_argument("--slice", required=True, metavar="NAME", help="v5e-16, v5p-128, 2xv6e-256, or v5p:4x4x8")
-    sub.add_argument("--search", action="store_true", help="try mesh shapes, rows per device, remat and anchor chunks")
+    sub.add_argument("--search", action="store_true", help="try mesh shapes, rows per device and remat")
     sub.add_argument(
         "--decode",
         metavar="ROWSxTOKENS",
-        help="instead of the train step: a decoding round, e.g. 64 requests of 64x4096",
+        help="instead of the train step: a decoding round, e.g. 64x4096: 64 requests with caches of 4096 tokens",
     )
     sub.add_argument("--limit", type=int, default=12, help="settings that --search compiles at most")
     sub.add_argument(

@@ -243,10 +243,10 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def resolve_target(name: str) -> str:
-    """An embedded name is fetched; anything else is a folder or hub id."""
-    from dstill_jax.weights.embedded import fetch
+    """An embedded target is fetched, and it is said what that takes; anything else is a folder or hub id."""
+    from dstill_jax.weights import embedded
 
-    return str(fetch(name, report=_say)) if name in ("smollm2", "tiny") and not Path(name).exists() else name
+    return embedded.resolve_target(name, report=_say)
 
 
 def resolve_prompts(name: str) -> str:

@@ -51,7 +51,7 @@ BEST = "drafter_best"
 class RunConfig:
     """Everything that decides a run's result."""
 
-    target: str  # Hugging Face folder or hub id
+    target: str  # Hugging Face folder, hub id, or "smollm2" or "tiny"
     data: str | tuple[str, ...]  # folder made by `dstill prepare`, or several
     out: str  # run folder; a stopped run is continued in it
     objective: StageOneConfig | StageTwoConfig  # stage 1 (or the DFlash baseline), or stage 2

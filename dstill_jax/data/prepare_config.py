@@ -12,7 +12,7 @@ from dstill_jax.errors import UserError
 class PrepareConfig:
     """Prompts in, a dataset of conversations out. What the target answers is part of the data, so it is fixed here."""
 
-    target: str  # Hugging Face folder or hub id
+    target: str  # Hugging Face folder, hub id, or "smollm2" or "tiny"
     source: PromptSource
     out: str  # folder of this dataset; a stopped run is continued in it
     template: TemplateConfig = field(default_factory=TemplateConfig)

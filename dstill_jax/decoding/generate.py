@@ -67,6 +67,7 @@ def generate(
     At a temperature, a prompt's draw depends on `seed` and on its place in the list.
 
     Args:
+      prompts: strings, which are encoded as they are (a chat template is the caller's affair), or lists of token ids.
       method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student), "refine" or "ddtree".
       stop_token_ids: None takes the target's own; an empty list never stops.
       method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram; for ddtree

@@ -77,6 +77,15 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
     return _FETCHERS[name](cache_root(cache_dir), report)
 
 
+def resolve_target(name: str | os.PathLike, report: Report | None = None) -> str:
+    """The folder of an embedded target ("smollm2", "tiny"), fetched when it is not there; any other name as it is.
+
+    A folder of that name in the working directory goes first. Raises as `fetch`.
+    """
+    path = os.fspath(name)
+    return str(fetch(path, report=report)) if path in EMBEDDED_TARGETS and not Path(path).exists() else path
+
+
 def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
     """Splits GSM8K rows into (for training, held out), the same way each time, order kept.
 
@@ -189,4 +198,5 @@ _FETCHERS: dict[str, Callable[[Path, Report | None], Path]] = {
     "tiny": _fetch_tiny,
 }
 EMBEDDED_NAMES = tuple(_FETCHERS)
+EMBEDDED_TARGETS = ("smollm2", "tiny")
 EMBEDDED_PROMPTS = ("gsm8k", "humaneval", "aime")

@@ -21,6 +21,7 @@ from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
+from dstill_jax.weights.embedded import resolve_target
 from dstill_jax.weights.folders import read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
     check_drafter_matches,
@@ -62,10 +63,11 @@ def load_target(
     scan_layers: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Target:
-    """A frozen target from a Hugging Face folder or hub id (Qwen3 and Llama-3.x).
+    """A frozen target from a Hugging Face folder or hub id (Qwen3 and Llama-3.x), or an embedded one by its name.
 
     Args:
-      path_or_hub_id: a folder with `config.json` and safetensors (one file or shards in bf16, f16 or f32), or a hub id.
+      path_or_hub_id: a folder with `config.json` and safetensors (one file or shards in bf16, f16 or f32), or a hub id,
+        or "smollm2" or "tiny" (`embedded.fetch`, which raises, too).
       dtype: of the parameters: "float32", "bfloat16" or "float16".
       scan_layers: True stacks the layers' parameters on a leading axis; False keeps a subtree per layer, its matrices
         stored output first (`models/layers.py`); None: stacked unless the backend is a CPU.
@@ -96,7 +98,7 @@ def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
 
 
 def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
-    folder = resolve_folder(path_or_hub_id)
+    folder = resolve_folder(resolve_target(path_or_hub_id))
     generation_file = folder / "generation_config.json"
     with _blaming(generation_file):
         more = generation_eos_token_ids(read_json(generation_file)) if generation_file.exists() else ()

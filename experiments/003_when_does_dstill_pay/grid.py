@@ -89,7 +89,9 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     for name, (about, fields) in changes.items():
         found[f"dstill_{name}"] = Arm(f"dstill, {about}", replace(distil, **fields), then, "s1")
     found["refresh"] = Arm("dstill once more, its student the teacher", distil, then, "dstill")
-    found["dstill_long"] = Arm("stage 2, three times as long", distil, 3 * then, "s1")
+    best = replace(distil, loss=_mix(gamma, weighting="auf"))
+    found["dstill_long"] = Arm("dstill_auf_mix, three times as long", best, 3 * then, "s1")
+    found["auf_long"] = Arm("auf for the compute of dstill_long", auf, 3 * equal, "s1")
     found |= _short(gamma, first // 4)
     for name in ("a1", "s1", "a1c", "auf", "dstill", "dstill_auf_mix"):
         start = None if found[name].start is None else f"deep_{found[name].start}"

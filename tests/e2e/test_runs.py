@@ -165,19 +165,6 @@ def test_a_teacher_of_another_shape_is_refused(whole: dict[str, RunConfig], tmp_
         run_stage(config)
 
 
-def test_overrides_reach_nested_fields_and_refuse_others(whole: dict[str, RunConfig]) -> None:
-    config = override(
-        whole["stage2"], ["objective.curriculum.kind=full", "objective.loss.rest.hard_ce=1", "out=elsewhere"]
-    )
-    assert config.objective.curriculum.kind == "full"
-    assert config.objective.loss.rest.hard_ce == 1.0
-    assert config.out == "elsewhere"
-    with pytest.raises(UserError, match="teacher_kl"):
-        override(config, ["objective.loss.rest.teacher_k=1"])
-    with pytest.raises(UserError, match="magic"):
-        override(config, ["objective.curriculum.kind=magic"])
-
-
 def test_rounds_hand_their_student_on_and_go_on_after_a_stop(whole: dict[str, RunConfig], tmp_path: Path) -> None:
     """3 passes -> 2 -> 1, stopped in the second round: the first is not trained again."""
     base = stage_two(whole["stage1"], tmp_path, 4)

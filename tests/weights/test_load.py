@@ -21,7 +21,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_model
 from dstill_jax.models.layers import store_input_first
 from dstill_jax.models.target import Target, init_params, stack_layers
-from dstill_jax.weights.load import load_drafter, load_target, save_target
+from dstill_jax.weights.load import describe_target, load_drafter, load_target, save_target
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 CASES = ["qwen3_tiny", "llama_tied"]
@@ -55,6 +55,18 @@ def logits_and_taps(target: Target, tokens: np.ndarray, tap_ids: tuple[int, ...]
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     out = target_model.forward(target.config, target.params, ids, positions, tap_ids=tap_ids)
     return np.asarray(target_model.head(target.config, target.params, out.hidden)), np.asarray(out.taps)
+
+
+def test_embedded_targets_go_by_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = REFERENCE / "llama_tied" / "target"
+    fetched: list[str] = []
+    monkeypatch.setattr("dstill_jax.weights.embedded.fetch", lambda name, report: fetched.append(name) or folder)
+    monkeypatch.chdir(tmp_path)
+    assert load_target("tiny").fingerprint == describe_target("smollm2").fingerprint == load_target(folder).fingerprint
+    assert fetched == ["tiny", "smollm2"]
+    copy("qwen3_tiny", "target", tmp_path).rename(tmp_path / "tiny")  # a folder of that name goes first
+    assert load_target("tiny").fingerprint != load_target(folder).fingerprint
+    assert fetched == ["tiny", "smollm2"]
 
 
 # --- golden cases ---------------------------------------------------------------------------------------------------
