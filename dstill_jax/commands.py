@@ -127,6 +127,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_eval(args: argparse.Namespace) -> None:
     from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
+    from dstill_jax.evaluation.progress import progress
     from dstill_jax.evaluation.tables import print_headline
     from dstill_jax.sharding import hosts
 
@@ -167,7 +168,8 @@ def run_eval(args: argparse.Namespace) -> None:
         )
     if not hosts.first():
         return
-    print_headline(result)
+    if args.json:
+        result.save(args.json)
     if args.out:
         from dstill_jax.evaluation.plots import result_figures, save_png
         from dstill_jax.evaluation.report import write_report
@@ -179,8 +181,7 @@ def run_eval(args: argparse.Namespace) -> None:
             save_png(figure, folder / f"{name}.png")
         write_report(folder / "report.html", result)
         print(f"written to {folder}/report.html")
-    if args.json:
-        result.save(args.json)
+    print_headline(result)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -344,26 +345,13 @@ def load_runs(path: str, name: str, overrides: Sequence[str]) -> tuple[Any, ...]
     tied = [field for field in (o.partition("=")[0] for o in overrides) if len(runs) > 1 and field.startswith(_TIED)]
     if tied:
         raise UserError(f"{path}: {tied[0]} ties the {len(runs)} runs of {name} together; change it in the file")
-    return tuple(override(run, overrides) for run in runs)
-
-
-class progress:
-    """A progress bar on standard error; `advance(done, total)`. Silent where there is no terminal."""
-
-    def __init__(self, label: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(label, total=None)
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    changed = [override(run, overrides) for run in runs]
+    if len(runs) > 1 and any(o.startswith("checkpoints=") for o in overrides):  # each run has a folder of its own
+        changed = [
+            dataclasses.replace(run, checkpoints=f"{run.checkpoints}/round{i}")
+            for i, run in enumerate(changed, start=1)
+        ]
+    return tuple(changed)
 
 
 def _say(message: str) -> None:

@@ -231,7 +231,8 @@ def _table(
     folder: Path,
     json_path: str | None,
 ) -> Path:
-    from dstill_jax.commands import progress, render
+    from dstill_jax.commands import render
+    from dstill_jax.evaluation.progress import progress
     from dstill_jax.evaluation.tables import print_headline
 
     prompts = [p for p in render(target, held_out, raw=scale.style == "raw") if len(p) <= scale.prompt_tokens]

@@ -24,6 +24,9 @@ prefix: from the left, every slot up to which the block is at least `threshold` 
 left_to_right: the next ceil(remaining / passes left) slots, in order; with K - 1 passes this is the quality ceiling.
 """
 
+THRESHOLDED = ("confidence", "prefix")
+"""The orders that read a threshold."""
+
 HiddenFn = Callable[[Int[Array, "B A K"], Int[Array, "B A R"]], Float[Array, "B A R D"]]
 """(block tokens, slots wanted) -> the drafter's output at those slots."""
 ChooseFn = Callable[[Float[Array, "B A R D"], Int[Array, "B A R"]], tuple[Int[Array, "B A R"], Float[Array, "B A R"]]]

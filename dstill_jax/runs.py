@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.data.joined import Dataset, open_data
 from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
+from dstill_jax.decoding.session import check_pair
 from dstill_jax.dims import Params
 from dstill_jax.distill import initialise
 from dstill_jax.distill.conditioning import Frozen, Task, fold_tap_scale
@@ -40,7 +41,7 @@ from dstill_jax.sharding.rules import batch_sharding, tree_shardings
 from dstill_jax.training import checkpoints
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.training.loop import train
-from dstill_jax.weights.load import load_drafter, load_target, save_drafter
+from dstill_jax.weights.load import drafter_fingerprint, load_drafter, load_target, save_drafter
 
 _SCALE_ROWS = 64
 BEST = "drafter_best"
@@ -62,7 +63,7 @@ class RunConfig:
     start_from: str | None = None  # ... or the drafter folder to go on from
     teacher: str | None = None  # stage 2: drafter folder of the teacher; None: `start_from`
     anchors_per_row: int = 512  # blocks drawn from each row in each step
-    vocabulary: int | None = None  # train on this many most frequent tokens only; None: on all
+    vocabulary: int | None = None  # train on this many most frequent tokens only; None: on `start_from`'s, or on all
     compute_dtype: str = "bfloat16"  # of activations; parameters and optimiser state are float32
     mesh: MeshConfig = MeshConfig()  # one device unless set
     memory: Memory = Memory()  # what is computed twice to save memory
@@ -128,8 +129,10 @@ def run_stage(
     out = Path(config.out)
     mesh = build_mesh(config.mesh) if config.mesh.size > 1 or hosts.count() > 1 else None
     target = target or load_target(config.target, dtype=config.compute_dtype, mesh=mesh)
-    begun = None if config.start_from is None else load_drafter(config.start_from, target, mesh=mesh)
+    begun, teacher = _given_drafters(config, target, mesh)
     drafter = config.new.build(target.config) if begun is None else begun.config  # type: ignore[union-attr]
+    if teacher is not None and teacher.config != drafter:
+        raise UserError(f"teacher {teacher.source} and student differ in shape; they must be the same drafter")
     for model in (target.config, drafter):
         check_model_divides(config.mesh, model)
     dataset = open_data(config.data)
@@ -139,12 +142,18 @@ def run_stage(
         sharding = batch_sharding(mesh, split_rows=config.mesh.split_rows)
         rows = RowPlaces(sharding, config.batches.batch_size)
     pipeline = BatchPipeline(dataset, config.batches, None if rows is None else rows.local)
+    if pipeline.total_steps is not None and pipeline.total_steps < config.train.total_steps:
+        raise UserError(
+            f"batches.num_epochs={config.batches.num_epochs} of {config.data} are {pipeline.total_steps} steps, and"
+            f" train.total_steps={config.train.total_steps}; give more epochs (None: without end), or fewer steps"
+        )
     if report is not None:
         report(pipeline.summary.describe())
-    scale = _tap_scale(dataset, drafter, target, mesh)
+    scale = _tap_scale(dataset, drafter, target, config.batches.seq_len, mesh)
     params = _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params
     trainable = fold_tap_scale(params, 1.0 / jnp.asarray(scale))  # in training the scale is apart
-    frozen = _freeze(config, target, drafter, dataset, scale, live, mesh)
+    kept = _vocabulary(config, dataset, target, drafter, [d for d in (begun, teacher) if d is not None])
+    frozen = _freeze(target, scale, kept, teacher, live, mesh)
     state = train(
         loss_function(config, target.config, drafter, mesh),
         frozen,
@@ -153,7 +162,13 @@ def run_stage(
         config.train,
         config.optimizer,
         out,
-        {"stage": config.stage, "target_fingerprint": target.fingerprint, "config": describe(config)},
+        {
+            "stage": config.stage,
+            "target_fingerprint": target.fingerprint,
+            "config": describe(config),
+            # A folder may hold other weights by the time the run goes on.
+            "drafters": [None if d is None else drafter_fingerprint(d) for d in (begun, teacher)],
+        },
         on_step,
         rows=rows,
         checkpoints=config.checkpoints,
@@ -278,12 +293,12 @@ def _check_features(config: RunConfig, dataset: Dataset, drafter: DrafterConfig,
     return False
 
 
-def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, mesh: Mesh | None) -> np.ndarray:
-    """From the first rows of the dataset: the same whatever is drawn later."""
+def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, seq_len: int, mesh: Mesh | None) -> np.ndarray:
+    """From the first rows of the dataset, as far as batches show them: the same whatever is drawn later."""
     width = drafter.num_taps * drafter.hidden_size
     rows = range(min(_SCALE_ROWS, len(dataset)))
     if dataset.feature_width:
-        return initialise.tap_scale(np.concatenate([dataset.features(i)[:-1, :width] for i in rows]))
+        return initialise.tap_scale(np.concatenate([dataset.features(i)[:-1][:seq_len, :width] for i in rows]))
 
     def forward(params: Params, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
         return target_lib.forward(target.config, params, tokens, positions, tap_ids=drafter.target_layer_ids).taps
@@ -292,7 +307,7 @@ def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, mesh: M
     forward = jax.jit(forward, out_shardings=everywhere)
     parts = []
     for i in rows[:8]:
-        tokens = np.asarray(dataset[i].tokens, np.int32)
+        tokens = np.asarray(dataset[i].tokens[:seq_len], np.int32)
         padded = np.zeros(-(-len(tokens) // 128) * 128, np.int32)
         padded[: len(tokens)] = tokens
         positions = np.arange(len(padded), dtype=np.int32)[None]
@@ -301,34 +316,57 @@ def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, mesh: M
     return initialise.tap_scale(np.concatenate(parts))
 
 
+def _given_drafters(config: RunConfig, target: Target, mesh: Mesh | None) -> tuple[Drafter | None, Drafter | None]:
+    """The drafter that the run goes on from, and stage 2's teacher: arrays of their own, since training reuses memory.
+
+    A drafter may go on on another target of its shape than it was trained on; what a teacher knows is about its own.
+    """
+    begun = None if config.start_from is None else load_drafter(config.start_from, target, mesh=mesh)
+    if not isinstance(config.objective, StageTwoConfig):
+        return begun, None
+    teacher = load_drafter(config.teacher or config.start_from, target, mesh=mesh)  # type: ignore[arg-type]
+    check_pair(target, teacher)
+    return begun, teacher
+
+
+def _vocabulary(
+    config: RunConfig, dataset: Dataset, target: Target, drafter: DrafterConfig, given: Sequence[Drafter]
+) -> np.ndarray | None:
+    """Token ids to train on, ascending; None: all. Those of the drafters given, or the most frequent of the data."""
+    known = {d.vocabulary for d in given if d.vocabulary is not None}
+    if len(known) > 1:
+        raise UserError(f"{given[0].source} and {given[1].source} draft other tokens; take drafters of one vocabulary")
+    if known:
+        kept = np.asarray(known.pop())
+        if config.vocabulary not in (None, len(kept), len(kept) + 1):  # the mask is left out of what was asked for
+            raise UserError(
+                f"RunConfig.vocabulary={config.vocabulary}, but {given[0].source} drafts {len(kept)} tokens; give that"
+                " many, or leave it out"
+            )
+        return kept
+    if config.vocabulary is None:
+        return None
+    texts = [dataset[i].tokens for i in range(len(dataset))]
+    kept = initialise.training_vocabulary(texts, target.config.vocab_size, config.vocabulary)
+    return kept[kept != drafter.mask_token_id]  # never a label, never drafted
+
+
 def _freeze(
-    config: RunConfig,
     target: Target,
-    drafter: DrafterConfig,
-    dataset: Dataset,
     scale: np.ndarray,
+    vocabulary: np.ndarray | None,
+    teacher: Drafter | None,
     live: bool,
     mesh: Mesh | None,
 ) -> Frozen:
-    head, vocabulary = target_lib.head_matrix(target.config, target.params), None
-    if config.vocabulary is not None:
-        texts = [dataset[i].tokens for i in range(len(dataset))]
-        kept = initialise.training_vocabulary(texts, target.config.vocab_size, config.vocabulary)
-        kept = kept[kept != drafter.mask_token_id]  # never a label, never drafted
-        head, vocabulary = head[:, kept], jnp.asarray(kept)
-    teacher = None
-    if isinstance(config.objective, StageTwoConfig):
-        loaded = load_drafter(config.teacher or config.start_from, target, mesh=mesh)  # type: ignore[arg-type]
-        if loaded.config != drafter:
-            raise UserError(f"teacher {loaded.source} and student differ in shape; they must be the same drafter")
-        teacher = fold_tap_scale(loaded.params, 1.0 / jnp.asarray(scale))
+    head = target_lib.head_matrix(target.config, target.params)
     frozen = Frozen(
         embedding=target.params["embed"]["embedding"],
-        head=head,
-        vocabulary=vocabulary,
+        head=head if vocabulary is None else head[:, vocabulary],
+        vocabulary=None if vocabulary is None else jnp.asarray(vocabulary),
         tap_scale=jnp.asarray(scale),
         target=target.params if live else None,
-        teacher=teacher,
+        teacher=None if teacher is None else fold_tap_scale(teacher.params, 1.0 / jnp.asarray(scale)),
     )
     return frozen if mesh is None else jax.device_put(frozen, tree_shardings(frozen, mesh))
 

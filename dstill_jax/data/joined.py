@@ -9,8 +9,6 @@ import numpy as np
 from dstill_jax.data.dataset import Conversation, ConversationDataset
 from dstill_jax.errors import UserError
 
-_SAME = ("target_fingerprint", "tap_ids")  # of `provenance["inputs"]`: what training checks against its target
-
 
 class JoinedDataset:
     """A ConversationSource with the rows of each part, one part after another; the pipeline shuffles across them."""
@@ -21,15 +19,16 @@ class JoinedDataset:
             raise UserError("data=() names no dataset; give a folder made by dstill prepare, or several")
         first = parts[0]
         for part in parts[1:]:
-            for name in _SAME:
-                ours, theirs = (p.provenance.get("inputs", {}).get(name) for p in (first, part))
-                if ours != theirs:
-                    raise UserError(f"{first.path} has {name}={ours}, {part.path} {theirs}; they cannot be joined")
             if part.feature_width != first.feature_width:
                 raise UserError(
                     f"{first.path} stores {first.feature_width} feature values a token, {part.path} {part.feature_width};"
                     " prepare both with the same features"
                 )
+            # What training checks against its target, which sees the provenance of the first part only.
+            for name in ("target_fingerprint", "tap_ids") if first.feature_width else ("target_fingerprint",):
+                ours, theirs = (p.provenance.get("inputs", {}).get(name) for p in (first, part))
+                if ours != theirs:
+                    raise UserError(f"{first.path} has {name}={ours}, {part.path} {theirs}; they cannot be joined")
         if len({part.fingerprint for part in parts}) < len(parts):
             raise UserError(f"data={[str(p.path) for p in parts]} holds the same rows twice; name each dataset once")
         self._parts = tuple(parts)

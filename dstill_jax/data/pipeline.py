@@ -36,8 +36,6 @@ class PipelineConfig:
     overlong: str = "truncate"  # documents longer than seq_len: "truncate" or "drop"
     seed: int = 0
     num_epochs: int | None = None  # None: without end; else the last batch is filled up with empty rows
-    threads: int = 2  # that read ahead
-    prefetch: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
@@ -52,8 +50,6 @@ class PipelineConfig:
             raise UserError(f"num_epochs={self.num_epochs} must be at least 1, or None for no end")
         if self.batch_size < 1:
             raise UserError(f"batch_size={self.batch_size} must be at least 1")
-        if self.threads < 0 or self.prefetch < 0:
-            raise UserError(f"threads={self.threads} and prefetch={self.prefetch} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -128,9 +124,11 @@ class BatchPipeline:
             raise IndexError(f"step {step} is outside 0..{self.total_steps}")
         return self._batches[step]
 
-    def iterate(self, start_step: int = 0) -> "BatchIterator":
-        """Batches from a step on, read ahead by threads."""
-        return BatchIterator(self, start_step)
+    def iterate(self, start_step: int = 0, *, threads: int = 2, prefetch: int = 4) -> "BatchIterator":
+        """Batches from a step on; `threads` read `prefetch` batches ahead (0: none does)."""
+        if threads < 0 or prefetch < 0:
+            raise UserError(f"threads={threads} and prefetch={prefetch} must not be negative")
+        return BatchIterator(self, start_step, threads, prefetch)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -138,11 +136,8 @@ class BatchPipeline:
         names = ("seq_len", "batch_size", "mode", "overlong", "seed")
         return {"dataset": self.source.fingerprint, **{name: getattr(self.config, name) for name in names}}
 
-    def _read_ahead(self, start_step: int) -> Iterator[Batch]:
-        grain = _grain()
-        options = grain.ReadOptions(
-            num_threads=self.config.threads, prefetch_buffer_size=self.config.prefetch if self.config.threads else 0
-        )
+    def _read_ahead(self, start_step: int, threads: int, prefetch: int) -> Iterator[Batch]:
+        options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch if threads else 0)
         return iter(self._batches[start_step:].to_iter_dataset(options))
 
     def _grain_dataset(self) -> Any:
@@ -199,8 +194,8 @@ class BatchPipeline:
 class BatchIterator:
     """Batches one after another, with a position that can be saved and restored."""
 
-    def __init__(self, pipeline: BatchPipeline, step: int = 0) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: BatchPipeline, step: int, threads: int, prefetch: int) -> None:
+        self._pipeline, self._threads, self._prefetch = pipeline, threads, prefetch
         self._seek(step)
 
     def __iter__(self) -> "BatchIterator":
@@ -233,7 +228,7 @@ class BatchIterator:
         if step < 0:
             raise UserError(f"step={step} of a data position must not be negative")
         self.step = step
-        self._reader = self._pipeline._read_ahead(step)
+        self._reader = self._pipeline._read_ahead(step, self._threads, self._prefetch)
 
 
 @dataclass(frozen=True)

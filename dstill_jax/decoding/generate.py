@@ -41,6 +41,10 @@ def encode_prompts(target: Target, prompts: Sequence[str] | Sequence[Sequence[in
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             ids = target.tokenizer.encode(prompt, add_special_tokens=False)
+        elif isinstance(prompt, int | np.integer):
+            raise UserError(
+                f"prompt {i} is the number {prompt}; prompts is a list of prompts: [[1, 2, 3]], not [1, 2, 3]"
+            )
         else:
             ids = [int(t) for t in prompt]
         if not ids:
@@ -60,6 +64,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
+    batch_size: int = 32,
     **method_options: Any,
 ) -> GenerateOutput:
     """Completes prompts of any lengths. Every method emits the same tokens; they differ in the number of target passes.
@@ -70,6 +75,8 @@ def generate(
       prompts: strings, which are encoded as they are (a chat template is the caller's affair), or lists of token ids.
       method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student), "refine" or "ddtree".
       stop_token_ids: None takes the target's own; an empty list never stops.
+      batch_size: prompts decoded at a time; the next one begins where one is done. It changes the time and the memory
+        that caches take, not what is drawn.
       method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram; for ddtree
         tree_budget.
 
@@ -81,7 +88,7 @@ def generate(
         target,
         drafter=drafter,
         method=method,
-        batch_size=len(ids),
+        batch_size=min(batch_size, len(ids)),
         max_prompt_tokens=max(map(len, ids)),
         max_new_tokens=max_new_tokens,
         sampling=SamplingConfig(temperature, top_k, top_p),
@@ -90,7 +97,9 @@ def generate(
     )
     began = time.perf_counter()
     requests = [Request(i, tokens, seed) for i, tokens in enumerate(ids)]
-    done = {c.id: c for c in session.run(requests, rounds_per_call=max_new_tokens)}
+    # Rounds go on without looking at the host, unless prompts wait for a place.
+    rounds_per_call = max_new_tokens if len(ids) <= batch_size else 16
+    done = {c.id: c for c in session.run(requests, rounds_per_call=rounds_per_call)}
     completions = [done[i] for i in range(len(ids))]
     lengths = [c.acceptance_lengths for c in completions]
     rounds = sum(map(len, lengths))

@@ -25,7 +25,7 @@ from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.layers import store_output_first
 from dstill_jax.models.target import Target
-from dstill_jax.refinement import check_order
+from dstill_jax.refinement import THRESHOLDED, check_order
 
 METHODS = ("autoregressive", "lookup", "dflash", "refine", "ddtree")
 _BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
@@ -109,6 +109,11 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
     passes = _whole("passes", options.get("passes", width))
     order = str(options.get("order", "left_to_right"))
     check_order(order, passes)
+    if "threshold" in options and order not in THRESHOLDED:
+        raise UserError(
+            f"threshold={options['threshold']} is read by order={' or '.join(map(repr, THRESHOLDED))} only, this is"
+            f" {order!r}; leave it out, or change the order"
+        )
     threshold = options.get("threshold", 0.9)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
         raise UserError(f"threshold={threshold!r} must be a number between 0 and 1")
@@ -185,6 +190,8 @@ class Session:
         for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
             if _whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
+        if isinstance(stop_token_ids, int | np.integer):
+            raise UserError(f"stop_token_ids={stop_token_ids} must be a list of token ids, such as [{stop_token_ids}]")
         stops = tuple(target.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
         if len(stops) > _STOP_SLOTS:
             raise UserError(f"{len(stops)} stop tokens; at most {_STOP_SLOTS} are supported")

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from dstill_jax.blocks import ViewMix
 from dstill_jax.errors import UserError
 from dstill_jax.losses.config import LossConfig, TermWeights
-from dstill_jax.refinement import CommitOrder, check_order
+from dstill_jax.refinement import THRESHOLDED, CommitOrder, check_order
 
 CurriculumKind = Literal["power", "linear", "cyclic", "fixed", "full"]
 """How masked a student's input is, over training (methods of the papers named).
@@ -34,6 +34,11 @@ class StageOneConfig:
             raise UserError(f"StageOneConfig.late_from={self.late_from} must be between 0 and 1")
         if not 0 <= self.own_tokens <= 1:
             raise UserError(f"StageOneConfig.own_tokens={self.own_tokens} must be between 0 and 1")
+        if self.own_tokens and self.views.full == self.late_views.full == 1:
+            raise UserError(
+                f"StageOneConfig.own_tokens={self.own_tokens} swaps revealed tokens, and fully masked views reveal none;"
+                " set it to 0, or give other views"
+            )
         if self.loss.teacher_fields:
             raise UserError(
                 f"StageOneConfig.loss sets {', '.join(self.loss.teacher_fields)}, which compare with a teacher's"
@@ -68,13 +73,18 @@ class StageTwoConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     passes: int | None = None  # of the teacher; None: K - 1
     order: CommitOrder = "left_to_right"
-    threshold: float = 0.9  # for orders "confidence" and "prefix"
+    threshold: float = 0.9  # for orders "confidence" and "prefix" only
     student_passes: int = 1  # that the student is to need for what takes the teacher `passes` (SDTT, arXiv 2410.21035)
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise UserError(f"StageTwoConfig.threshold={self.threshold} must be between 0 and 1")
         check_order(self.order, 1 if self.passes is None else self.passes)
+        if self.threshold != 0.9 and self.order not in THRESHOLDED:
+            raise UserError(
+                f"StageTwoConfig.threshold={self.threshold} is read by order={' or '.join(map(repr, THRESHOLDED))} only,"
+                f" this is {self.order!r}; leave it out, or change the order"
+            )
         if self.student_passes < 1:
             raise UserError(f"StageTwoConfig.student_passes={self.student_passes} must be at least 1")
         if self.loss.first.consistency_kl and self.order in ("left_to_right", "prefix"):
@@ -86,8 +96,14 @@ class StageTwoConfig:
         if self.passes is not None:
             self.check_passes(self.passes)
 
-    def check_passes(self, passes: int) -> None:
-        """Raises UserError for a teacher of so few passes that nothing could be learned from some of the fields."""
+    def check_passes(self, passes: int, slots: int | None = None) -> None:
+        """Raises UserError for a teacher of so few passes that nothing could be learned from some of the fields, or of
+        more than there are `slots` to fill."""
+        if slots is not None and passes > slots:
+            raise UserError(
+                f"StageTwoConfig.passes={passes}, but a block has {slots} slots to fill, one a pass at least; give at"
+                f" most {slots}, or None"
+            )
         if 1 < self.student_passes >= passes:
             raise UserError(
                 f"StageTwoConfig.student_passes={self.student_passes} must be below the teacher's passes={passes};"

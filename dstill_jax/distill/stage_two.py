@@ -26,7 +26,7 @@ def stage_two_loss(
 ) -> tuple[Array, Array, Metrics]:
     """(loss sum, weight, metrics) of one batch; `frozen.teacher` is the stage-1 drafter, or the round before."""
     passes = config.passes or task.drafter.block_size - 1
-    config.check_passes(passes)
+    config.check_passes(passes, task.drafter.block_size - 1)
     anchor_key, state_key = jax.random.split(key)
     data = conditioning.condition(task, frozen, batch, anchor_key)
     of_teacher: Params = frozen.teacher  # type: ignore[assignment]

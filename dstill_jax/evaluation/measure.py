@@ -50,6 +50,13 @@ class EvaluationConfig:
     batch_size: int = 16  # prompts decoded at once where nothing is timed
     timed_prompts: int | None = None  # the first prompts, decoded one at a time and timed; None: all
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise UserError(
+                f"max_new_tokens={self.max_new_tokens} leaves nothing to measure: the first token comes from the prefill;"
+                " give at least 2"
+            )
+
 
 def measure(
     target: Target,
@@ -87,7 +94,7 @@ def measure(
     completions = [[c for c, _ in mine] + others for mine, others in zip(alone, batched, strict=True)]
     prompts_hash = hash_prompts(prompts)
     results = tuple(
-        _result(arm, session, prompts_hash, done, [s for _, s in mine] or None, config.temperature)
+        _result(arm, session, prompts_hash, done, [s for _, s in mine] or None, config)
         for arm, session, done, mine in zip(arms, sessions, completions, alone, strict=True)
     )
     metadata = EvaluationMetadata(
@@ -100,6 +107,7 @@ def measure(
         device=device_name(),
         dtype=str(target.dtype),
         max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size if rest else 1,
         seeds={"sampling": config.seed},
         versions=installed_versions(),
         commit=current_commit(),
@@ -204,8 +212,13 @@ def _result(
     prompts_hash: str,
     done: list[Completion],
     seconds: list[float] | None,
-    temperature: float,
+    config: EvaluationConfig,
 ) -> MethodResult:
+    if (drafting := sum(bool(c.acceptance_lengths) for c in done)) < 2:
+        raise UserError(
+            f"{drafting} of {len(done)} responses of arm {arm.name!r} go past their first token, which comes from the"
+            " prefill; tau over prompts needs two: give other prompts"
+        )
     proposer = session.spec.proposer
     return MethodResult(
         name=arm.name,
@@ -218,7 +231,9 @@ def _result(
         output_digests=tuple(digest_tokens(c.tokens) for c in done),
         description=arm.description,
         passes=getattr(proposer, "passes", 0),
-        temperature=temperature,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
         training_steps=arm.training_steps,
         drafter=arm.drafter_label,
         notes=arm.notes,

@@ -212,6 +212,9 @@ def _environment(result: EvaluationResult, command: str | None) -> str:
         rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     temperatures = sorted({arm.temperature for arm in result})
     rows["temperature"] = ", ".join(f"{t:g}" for t in temperatures)
+    for name in ("top_k", "top_p"):
+        if filters := sorted({getattr(arm, name) for arm in result} - {None}):
+            rows[name.replace("_", " ")] = ", ".join(map(str, filters))
     if not any(arm.method == AUTOREGRESSIVE for arm in result):
         rows["speed-up"] = "not available: no autoregressive arm"
     items = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in rows.items())

@@ -39,6 +39,7 @@ class MethodResult:
                         counts as having its next slot rejected.
     passes:             drafter passes for one draft (0 without a drafter).
     temperature:        0 means greedy.
+    top_k, top_p:       filters of the target's distribution at a temperature; None: none.
     prompts_hash:       `environment.hash_prompts` of the rendered prompts.
     tokens:             [n] new tokens of each prompt, the stop token included.
     acceptance_lengths: [n][rounds] tokens committed in each round, bonus included. They sum to `tokens`, or to one less
@@ -62,6 +63,8 @@ class MethodResult:
     description: str = ""
     passes: int = 0
     temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
     training_steps: int | None = None
     drafter: str = ""
     notes: str = ""
@@ -147,18 +150,19 @@ class MethodResult:
 
 
 def require_comparable(arm: MethodResult, reference: MethodResult) -> None:
-    """UserError unless both arms saw the same rendered prompts at the same temperature."""
+    """UserError unless both arms saw the same rendered prompts, at the same temperature and under the same filters."""
     if arm.prompts_hash != reference.prompts_hash or arm.prompts != reference.prompts:
         raise UserError(
             f"arms {arm.name!r} and {reference.name!r} were evaluated on different prompts "
             f"({arm.prompts} with hash {arm.prompts_hash[:12]}, {reference.prompts} with hash "
             f"{reference.prompts_hash[:12]}): evaluate both on one list, rendered with one template"
         )
-    if arm.temperature != reference.temperature:
-        raise UserError(
-            f"arms {arm.name!r} and {reference.name!r} were evaluated at temperatures {arm.temperature} and "
-            f"{reference.temperature}: compare at one temperature"
-        )
+    for name in ("temperature", "top_k", "top_p"):
+        ours, theirs = getattr(arm, name), getattr(reference, name)
+        if ours != theirs:
+            raise UserError(
+                f"arms {arm.name!r} and {reference.name!r} were evaluated at {name}={ours} and {theirs}: compare at one"
+            )
 
 
 def tau_change(arm: MethodResult, reference: MethodResult, bootstrap: Bootstrap = Bootstrap()) -> Interval:
@@ -219,6 +223,7 @@ class EvaluationMetadata:
     commit:         `environment.current_commit()`; None outside a checkout.
     command:        what reproduces the file.
     created:        ISO 8601 time, given by the caller.
+    batch_size:     prompts decoded at a time where nothing was timed; timed ones are decoded alone.
     """
 
     target: str

@@ -107,10 +107,14 @@ def footnotes(result: EvaluationResult, few: bool = False) -> tuple[str, ...]:
     where = (
         f"{meta.prompt_count} prompts{f' ({meta.prompts})' if meta.prompts else ''}, hash {meta.prompts_hash[:12]}; "
         f"thinking mode {meta.thinking}; at most {meta.max_new_tokens} new tokens; "
-        f"batch {meta.batch_size}; {meta.dtype} on {meta.device}."
+        f"{_at_a_time(meta.batch_size)}; {meta.dtype} on {meta.device}."
     )
     notes = [TAU_DEFINITION, SLOT_DEFINITION, INTERVAL_DEFINITION, where]
     return tuple(notes + [FEW_NOTE]) if few else tuple(notes)
+
+
+def _at_a_time(batch_size: int) -> str:
+    return "one at a time" if batch_size == 1 else f"timed ones one at a time, the others {batch_size} at a time"
 
 
 def decimals_for(intervals: Sequence[Interval]) -> int:

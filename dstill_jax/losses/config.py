@@ -1,6 +1,6 @@
 """Which losses, on which slots, with which weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from dstill_jax.errors import UserError
@@ -94,12 +94,31 @@ class LossConfig:
         for name in ("dpace_alpha", "auf_residual", "auf_anneal_fraction", "after_error_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"LossConfig.{name}={getattr(self, name)} must be between 0 and 1")
+        self._check_read()
 
-        if self.consistency_with != "student" and not self.uses("consistency_kl"):
-            raise UserError(
-                f"LossConfig.consistency_with={self.consistency_with!r} is read by consistency_kl only, which is 0 on"
-                " all slots; set rest.consistency_kl, or leave it out"
-            )
+    def _check_read(self) -> None:
+        """A field that nothing reads is a mistake: raises UserError naming what would read it."""
+        kl = self.uses("teacher_kl") or self.uses("target_kl") or self.uses("consistency_kl")
+        readers = {
+            "consistency_with": ("rest.consistency_kl", self.uses("consistency_kl")),
+            "kl_direction": ("teacher_kl, target_kl and consistency_kl", kl),
+            "teacher_slots": (
+                "hard_ce, teacher_kl and ddo_real",
+                bool(self.uses("hard_ce") or self.uses("teacher_kl") or self.whole.ddo_real),
+            ),
+            "data_slots": ("data_ce", self.uses("data_ce")),
+            "dpace_alpha": ("weighting='dpace'", self.weighting == "dpace"),
+            "auf_residual": ("weighting='auf'", self.weighting == "auf"),
+            "auf_anneal_fraction": ("weighting='auf'", self.weighting == "auf"),
+        }
+        unset = {f.name: f.default for f in fields(self)}
+        for name, (reader, read) in readers.items():
+            value = getattr(self, name)
+            if value != unset[name] and not read:
+                raise UserError(
+                    f"LossConfig.{name}={value!r} is read by {reader} only, which this loss does not have; set one, or"
+                    " leave the field out"
+                )
 
     def uses(self, term: str) -> bool:
         return bool(getattr(self.first, term) or getattr(self.rest, term))

@@ -150,6 +150,12 @@ def load_drafter(
     return Drafter(config, params, str(folder), known.get("target_fingerprint"), vocabulary)
 
 
+def drafter_fingerprint(drafter: Drafter) -> str:
+    """Identifies the weights in the folder that a drafter was loaded from: a hash of config, headers and samples."""
+    folder = Path(drafter.source)
+    return open_weights(folder).fingerprint((folder / CONFIG_FILE).read_bytes())
+
+
 def _checked_vocabulary(tokens: Any, vocab_size: int) -> tuple[int, ...] | None:
     if tokens is None:
         return None

@@ -188,18 +188,25 @@ def settings(root: Path, target: Target) -> list[Arm]:
     """The drafters trained so far, each in its settings, and what needs none."""
     arms = [Arm("autoregressive", "autoregressive")]
     arms += [Arm(f"lookup, {width} drafted", "lookup", options={"draft_tokens": width}) for width in (7, 3)]
-    for name, stage in stages().items():
+    for name in stages():
         folder = root / name / "drafter"
         if folder.exists():
             # What is measured is what can be shipped: all arms alike rounded to bfloat16.
             exported = root / "exported" / name
             save_drafter(exported, load_drafter(str(folder), target), target.config)
             drafter = load_drafter(str(exported), target)
+            steps = _steps(name)
             arms += [
-                Arm(f"{name}, {about}", method, drafter, name, options, training_steps=stage.steps)
+                Arm(f"{name}, {about}", method, drafter, name, options, training_steps=steps)
                 for about, method, options in _decodings(name)
             ]
     return arms
+
+
+def _steps(name: str) -> int:
+    """Of all stages together."""
+    stage = stages()[name]
+    return stage.steps + (0 if stage.start is None else _steps(stage.start))
 
 
 def _decodings(name: str) -> list[tuple[str, str, dict[str, int]]]:

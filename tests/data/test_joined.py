@@ -57,6 +57,15 @@ def test_the_position_in_the_data_belongs_to_these_parts_in_this_order(parts) ->
         open_data(parts)[11]
 
 
+def test_generated_answers_join_finished_conversations(tmp_path) -> None:
+    """Without stored features it does not matter which ones the parts would have: finished conversations name none."""
+    generated = write(tmp_path / "generated", range(4), width=0, tap_ids=[])
+    rows, inputs = rows_of(range(4, 7)), {"target_fingerprint": INPUTS["target_fingerprint"]}
+    write_dataset(tmp_path / "finished" / "dataset", rows, {"inputs": inputs})
+    for folders in ((generated, str(tmp_path / "finished")), (str(tmp_path / "finished"), generated)):
+        assert len(open_data(folders)) == 7
+
+
 def test_what_cannot_be_joined_is_named(parts, tmp_path) -> None:
     other = write(tmp_path / "other", range(20, 22), target_fingerprint="b" * 64)
     with pytest.raises(UserError, match=r"part0.*target_fingerprint=aaa.*other.*bbb"):

@@ -243,7 +243,6 @@ BAD = {
     "seed": {"seed": -1},
     "num_epochs": {"num_epochs": 0},
     "batch_size": {"batch_size": 0},
-    "threads": {"threads": -1},
 }
 
 
@@ -251,3 +250,10 @@ BAD = {
 def test_bad_settings_name_the_field(field):
     with pytest.raises(UserError, match=f"{field}="):
         pipeline(**BAD[field])
+
+
+@pytest.mark.parametrize("read_ahead", [{"threads": -1}, {"prefetch": -1}])
+def test_nobody_reads_ahead_less_than_nothing(read_ahead):
+    with pytest.raises(UserError, match=f"{next(iter(read_ahead))}=-1"):
+        pipeline().iterate(**read_ahead)
+    assert digest(next(pipeline().iterate(threads=0))) == digest(pipeline().batch(0))

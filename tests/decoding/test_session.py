@@ -141,6 +141,8 @@ def test_generate_keeps_the_order_of_prompts_and_its_own_counts(target):
     assert out.stats["rounds"] == sum(map(len, out.acceptance_lengths))
     assert out.stats["tau_pooled"] == pytest.approx(3 * (NEW - 1) / out.stats["rounds"])
     assert out.stats["tau_mean"] == pytest.approx(np.mean([np.mean(n) for n in out.acceptance_lengths]))
+    two_at_a_time = generate(target, prompts, "lookup", max_new_tokens=NEW, stop_token_ids=[], batch_size=2)
+    assert (two_at_a_time.tokens, two_at_a_time.acceptance_lengths) == (out.tokens, out.acceptance_lengths)
     once = generate(target, prompts, "lookup", max_new_tokens=1, stop_token_ids=[])
     assert once.tokens == [tokens[:1] for tokens in out.tokens]
     assert once.acceptance_lengths == [[], [], []] and once.stats["tau_mean"] == 1
@@ -168,6 +170,8 @@ def test_the_targets_own_stop_tokens_are_the_default(target):
         ({"method": "magic"}, "method='magic'.*autoregressive, lookup, dflash, refine, ddtree"),
         ({"passes": 3}, "method 'autoregressive' does not read passes"),
         ({"method": "dflash", "threshold": 0.5}, "does not read threshold"),
+        ({"method": "refine", "threshold": 0.5}, "threshold=0.5 is read by order='confidence' or 'prefix' only"),
+        ({"method": "refine", "order": "quota", "threshold": 0.5}, "threshold=0.5.*this is 'quota'"),
         ({"method": "lookup", "draft_tokens": 0}, "draft_tokens=0"),
         ({"method": "lookup", "max_ngram": 0}, "max_ngram=0"),
         ({"method": "dflash", "draft_tokens": 5}, "draft_tokens=5.*block_size - 1 = 4"),
@@ -185,6 +189,7 @@ def test_the_targets_own_stop_tokens_are_the_default(target):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 500}, "prompt of 32 tokens plus max_new_tokens=500.*512"),
         ({"stop_token_ids": range(9)}, "9 stop tokens"),
+        ({"stop_token_ids": 2}, r"stop_token_ids=2 must be a list of token ids, such as \[2\]"),
         ({"method": "dflash", "record_taps": (1,)}, r"record_taps=\(1,\)"),
     ],
 )
@@ -210,7 +215,7 @@ def test_a_long_prompt_never_overruns_the_cache(target):
         session.check(Request(0, [1] * 60))
 
 
-@pytest.mark.parametrize("prompts", [[], "text", [[1], []]])
+@pytest.mark.parametrize("prompts", [[], "text", [[1], []], [1, 2, 3], np.arange(3)])
 def test_prompts_must_be_lists_with_something_in_them(target, prompts):
     with pytest.raises(UserError, match="prompt"):
         generate(target, prompts)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from by_hand import greedy, log_softmax, one_pass, trajectory, valid_blocks
 
+from dstill_jax.blocks import ViewMix
 from dstill_jax.distill import conditioning
 from dstill_jax.distill.config import CurriculumConfig, StageOneConfig, StageTwoConfig
 from dstill_jax.distill.curriculum import marks, sample_state
@@ -139,7 +140,7 @@ def test_a_variant_scores_as_by_hand(case, levels, name):
 
 def plain_loss(loss: LossConfig) -> LossConfig:
     rest = dataclasses.replace(loss.rest, consistency_kl=0.0)
-    return dataclasses.replace(loss, rest=rest, whole=BlockTerms(), consistency_with="student")
+    return dataclasses.replace(loss, rest=rest, whole=BlockTerms(), consistency_with="student", teacher_slots="all")
 
 
 def test_variants_score_as_by_hand_on_a_training_vocabulary(case, levels):
@@ -249,6 +250,14 @@ CONSISTENCY = TermWeights(consistency_kl=1.0)
     "make, message",
     [
         (lambda: StageTwoConfig(student_passes=0), "StageTwoConfig.student_passes=0"),
+        (
+            lambda: StageTwoConfig(threshold=0.5),
+            "StageTwoConfig.threshold=0.5 is read by order='confidence' or 'prefix'",
+        ),
+        (
+            lambda: StageOneConfig(views=ViewMix(), late_views=ViewMix(), own_tokens=0.5),
+            "own_tokens=0.5 swaps revealed",
+        ),
         (lambda: StageTwoConfig(passes=2, student_passes=2), "student_passes=2 must be below the teacher's passes=2"),
         (lambda: StageTwoConfig(LossConfig(rest=CONSISTENCY), passes=1), "consistency_kl.*passes=1"),
         (lambda: StageTwoConfig(LossConfig(first=CONSISTENCY)), "first.consistency_kl.*left_to_right.*rest"),

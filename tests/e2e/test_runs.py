@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.overrides import override
 from dstill_jax.runs import RunConfig, refreshed_runs, run_stage
 from dstill_jax.training import OptimizerConfig, TrainConfig, latest_step, load_params, read_jsonl
-from dstill_jax.weights.load import load_drafter, load_target
+from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 
 TARGET = str(Path(__file__).parents[1] / "reference" / "qwen3_tiny" / "target")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -163,6 +164,76 @@ def test_a_teacher_of_another_shape_is_refused(whole: dict[str, RunConfig], tmp_
     config = dataclasses.replace(whole["stage2"], out=str(tmp_path / "run"), teacher=f"{other.out}/drafter")
     with pytest.raises(UserError, match="shape"):
         run_stage(config)
+
+
+def test_a_run_does_not_go_on_from_other_weights_in_the_same_folder(
+    whole: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    """Stage 1 trained anew under a stopped stage 2 would be another start and another teacher."""
+    first = dataclasses.replace(whole["stage1"], out=str(tmp_path / "first"))
+    shutil.copytree(Path(whole["stage1"].out) / "drafter", Path(first.out) / "drafter")
+    second = stage_two(first, tmp_path / "second")
+    run_stage(second)
+    shutil.rmtree(Path(first.out) / "drafter")
+    shutil.copytree(Path(whole["stage2"].out) / "drafter", Path(first.out) / "drafter")
+    with pytest.raises(UserError, match="belongs to another run.*drafters"):
+        run_stage(second)
+
+
+def test_stage_two_drafts_what_its_teacher_drafts(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """The teacher was never asked for other tokens than its own; the data here would choose others."""
+    target = load_target(TARGET)
+    first = dataclasses.replace(stage_one(whole["stage1"].data, tmp_path / "first", 1), vocabulary=40)
+    run_stage(first)
+    known = load_drafter(f"{first.out}/drafter", target).vocabulary
+    other = make_data(tmp_path / "data", slice(0, 3))
+    second = dataclasses.replace(stage_two(first, tmp_path / "second", 1), data=other, vocabulary=None)
+    run_stage(second)
+    assert load_drafter(f"{second.out}/drafter", target).vocabulary == known
+    with pytest.raises(UserError, match=f"vocabulary=30, but .* drafts {len(known)} tokens"):
+        run_stage(dataclasses.replace(second, out=str(tmp_path / "third"), vocabulary=30))
+    with pytest.raises(UserError, match="draft other tokens"):
+        teacher = f"{whole['stage2'].out}/drafter"
+        run_stage(dataclasses.replace(second, out=str(tmp_path / "fourth"), teacher=teacher))
+
+
+def test_a_teacher_of_another_target_is_refused(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    target, folder = load_target(TARGET), tmp_path / "foreign"
+    foreign = dataclasses.replace(load_drafter(f"{whole['stage1'].out}/drafter", target), target_fingerprint="f" * 64)
+    save_drafter(folder, foreign, target.config, dtype="float32")
+    with pytest.raises(UserError, match="was trained on target ffff"):
+        run_stage(dataclasses.replace(whole["stage2"], out=str(tmp_path / "run"), start_from=str(folder)))
+
+
+def test_more_steps_than_the_epochs_hold_are_refused_before_any_is_done(
+    whole: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    batches = dataclasses.replace(whole["stage1"].batches, num_epochs=1)
+    config = dataclasses.replace(whole["stage1"], out=str(tmp_path), batches=batches)
+    with pytest.raises(UserError, match="num_epochs=1 of .* are 6 steps, and train.total_steps=12"):
+        run_stage(config)
+    assert not list(tmp_path.iterdir())
+    enough = dataclasses.replace(config.train, total_steps=6)
+    assert run_stage(dataclasses.replace(config, train=enough)).exists()
+
+
+def test_more_passes_than_slots_are_refused(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    config = dataclasses.replace(whole["stage2"], out=str(tmp_path), objective=StageTwoConfig(passes=4))
+    with pytest.raises(UserError, match="passes=4, but a block has 3 slots"):
+        run_stage(config)
+
+
+def test_the_scale_of_taps_is_that_of_what_batches_show(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """A document much longer than a row costs no memory that the batches would not."""
+    rows = [Conversation("long", np.resize(np.arange(3, 60), 4000).astype(np.int32), np.arange(4000) >= 5)]
+    cut = [Conversation("cut", rows[0].tokens[:64], rows[0].loss_mask[:64])]
+    found = []
+    for name, kept in (("long", rows), ("cut", cut)):
+        write_dataset(tmp_path / name / "dataset", kept, {"inputs": {}})
+        config = stage_one(str(tmp_path / name), tmp_path / f"run_{name}", 1)
+        run_stage(config)
+        found.append(drafter_bytes(config))
+    assert found[0] == found[1]
 
 
 def test_rounds_hand_their_student_on_and_go_on_after_a_stop(whole: dict[str, RunConfig], tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_all_prompts_are_decoded_and_the_first_ones_timed(arms, quick_compilatio
     assert (plain.tokens, plain.drafted_length, drafted.drafted_length) == ((12,) * 3, 0, 3)
     assert [len(arm.seconds) for arm in result] == [2, 2] and min(drafted.seconds) > 0
     assert result.speedup(drafted).prompts == 2
+    assert result.metadata.batch_size == 2
     assert told[-1] == (6, 6)  # two arms: two prompts alone and one in a batch
 
 
@@ -45,6 +46,16 @@ def test_nothing_is_timed_when_nothing_is_asked_for(arms, quick_compilation) -> 
     config = EvaluationConfig(max_new_tokens=12, stop_token_ids=(), batch_size=2, timed_prompts=0)
     result, _ = measure(target, arms[:1], PROMPTS, config, prompts_name="three")
     assert result.arms[0].seconds is None and result.arms[0].tokens_per_second is None
+
+
+def test_responses_without_a_round_leave_nothing_to_measure(arms, quick_compilation) -> None:
+    target, arms = arms
+    with pytest.raises(UserError, match="max_new_tokens=1 leaves nothing to measure.*at least 2"):
+        EvaluationConfig(max_new_tokens=1)
+    first = [out[0] for out in generate(target, PROMPTS, max_new_tokens=1, stop_token_ids=()).tokens]
+    config = EvaluationConfig(max_new_tokens=4, stop_token_ids=tuple(set(first)), timed_prompts=0)
+    with pytest.raises(UserError, match="0 of 3 responses of arm 'plain' go past their first token"):
+        measure(target, arms[:1], PROMPTS, config, prompts_name="three")
 
 
 def test_one_prompt_and_equal_names_are_refused(arms) -> None:

@@ -99,10 +99,18 @@ def test_arms_on_different_prompts_are_not_compared(result):
         EvaluationResult(result.metadata, (a1, other))
 
 
+@pytest.mark.parametrize("name, value", [("top_k", 5), ("top_p", 0.5)])
+def test_arms_under_different_filters_are_not_compared(result, name, value):
+    a1 = result.arm("A1 <b>")
+    filtered = dataclasses.replace(a1, name="filtered", **{name: value})
+    with pytest.raises(UserError, match=f"at {name}={value} and None"):
+        tau_change(filtered, a1)
+
+
 def test_arms_at_different_temperatures_are_not_compared(result):
     a1 = result.arm("A1 <b>")
     warm = dataclasses.replace(a1, name="warm", temperature=1.0)
-    with pytest.raises(UserError, match=r"temperatures 1\.0 and 0\.0"):
+    with pytest.raises(UserError, match=r"temperature=1\.0 and 0\.0"):
         tau_change(warm, a1)
     assert EvaluationResult(result.metadata, (*result.arms, warm)).speedup(warm) is None
 

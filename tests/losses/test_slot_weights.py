@@ -100,6 +100,16 @@ def test_slot_1_has_terms_of_its_own_and_slot_0_none():
         ({"data_slots": "some"}, "data_slots='some'"),
         ({"dpace_alpha": 1.5}, "dpace_alpha=1.5"),
         ({"after_error_weight": -1}, "after_error_weight=-1"),
+        # Nothing reads these: the loss is cross-entropy with the text, weighed by distance.
+        (
+            {"kl_direction": "reverse"},
+            "kl_direction='reverse' is read by teacher_kl, target_kl and consistency_kl only",
+        ),
+        ({"teacher_slots": "after_error"}, "teacher_slots='after_error' is read by hard_ce"),
+        ({"rest": TermWeights(hard_ce=1), "first": TermWeights(hard_ce=1), "data_slots": "until_error"}, "data_slots"),
+        ({"dpace_alpha": 0.2}, "dpace_alpha=0.2 is read by weighting='dpace' only"),
+        ({"weighting": "dpace", "auf_residual": 0.2}, "auf_residual=0.2 is read by weighting='auf' only"),
+        ({"auf_anneal_fraction": 0.2}, "auf_anneal_fraction=0.2"),
     ],
 )
 def test_bad_loss_configs_are_refused_by_field(changes, message):

@@ -122,6 +122,13 @@ def test_a_run_that_keeps_the_best_says_which_it_is_when_it_stops(tmp_path):
         run_toy(tmp_path, on_step=send, keep_best=("train/loss", "max"))
 
 
+def test_a_judge_that_nobody_measures_is_named_at_the_first_save_which_is_kept(tmp_path, uninterrupted):
+    with pytest.raises(UserError, match=r"measures no 'train/los'; choose one of .*train/loss"):
+        run_toy(tmp_path, keep_best=("train/los", "min"))
+    assert latest_step(tmp_path) == 10
+    assert_equals(tmp_path, run_toy(tmp_path, keep_best=("train/loss", "min")), uninterrupted)
+
+
 def test_a_signal_during_compilation_stops_after_the_first_step(tmp_path, uninterrupted):
     def loss(*args):  # runs once, while the step is traced
         os.kill(os.getpid(), signal.SIGTERM)
