@@ -46,7 +46,7 @@ def _replaced(config: Any, tree: dict[str, Any], inside: str) -> Any:
         old, hint = _field(config, name, path)
         if isinstance(given, dict):
             if not dataclasses.is_dataclass(old):
-                raise UserError(f"{path}: this run sets {old!r} there, which has no fields of its own")
+                raise UserError(f"{path}.{next(iter(given))}: {path} is {old!r} here, which has no fields of its own")
             values[name] = _replaced(old, given, f"{path}.")
         elif dataclasses.is_dataclass(old):
             names = ", ".join(f.name for f in dataclasses.fields(old))

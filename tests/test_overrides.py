@@ -43,7 +43,7 @@ def test_the_later_of_two_values_counts() -> None:
         (["objective.loss.rest.teacher_k=1"], "objective.loss.rest.teacher_k: TermWeights.*did you mean 'teacher_kl'"),
         (["objective.curriculum.kind=magic"], "CurriculumConfig.kind='magic'"),
         (["objective.loss=1"], "objective.loss is a group of fields; set one of first, rest"),
-        (["out.where=1"], "out: this run sets .* which has no fields of its own"),
+        (["out.where=1"], "out.where: out is .* here, which has no fields of its own"),
         (["out"], "'out' must look like FIELD=VALUE"),
         (["memory.remat_layers=yes"], "memory.remat_layers='yes' must be bool; it is True now"),
         (["mesh.fsdp=1.5"], "mesh.fsdp=1.5 must be int; it is 16 now"),

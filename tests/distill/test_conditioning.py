@@ -197,15 +197,16 @@ def test_own_order_views_run_and_the_late_mix_takes_over(case):
 def test_revealed_slots_may_hold_the_drafters_own_tokens(case):
     """Not at the start, not in fully masked views, and never in the labels' place."""
 
-    def loss(own_tokens, progress, views):
-        config = StageOneConfig(views=views, late_views=views, own_tokens=own_tokens)
+    random = ViewMix(0, 0, 1)
+
+    def loss(own_tokens, progress, late_views=random):
+        config = StageOneConfig(views=random, late_views=late_views, own_tokens=own_tokens)
         total, weight, _ = stage_one(case.task, config, case.drafter.params, case.frozen, case.batch, KEY, progress)
         return float(total), float(weight)
 
-    random = ViewMix(0, 0, 1)
-    assert loss(1.0, 0.0, random) == loss(0.0, 0.0, random)
+    assert loss(1.0, 0.0) == loss(0.0, 0.0)
     assert loss(1.0, 0.9, ViewMix()) == loss(0.0, 0.9, ViewMix())
-    swapped, plain = loss(1.0, 0.9, random), loss(0.0, 0.9, random)
+    swapped, plain = loss(1.0, 0.9), loss(0.0, 0.9)
     assert swapped[0] != plain[0] and swapped[1] == plain[1]  # other inputs, the same slots scored
 
 
