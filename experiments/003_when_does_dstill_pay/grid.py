@@ -91,7 +91,9 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     found["refresh"] = Arm("dstill once more, its student the teacher", distil, then, "dstill")
     best = replace(distil, loss=_mix(gamma, weighting="auf"))
     found["dstill_long"] = Arm("dstill_auf_mix, three times as long", best, 3 * then, "s1")
+    found["a1c_long"] = Arm("a1c for the compute of dstill_long", plain, 3 * equal, "s1")
     found["auf_long"] = Arm("auf for the compute of dstill_long", auf, 3 * equal, "s1")
+    found["a1_long"] = Arm("a1, then plain for the compute of s1 and dstill_long", plain, views_steps + 3 * equal, "a1")
     found |= _short(gamma, first // 4)
     for name in ("a1", "s1", "a1c", "auf", "dstill", "dstill_auf_mix"):
         start = None if found[name].start is None else f"deep_{found[name].start}"

@@ -14,7 +14,7 @@ from texts import SIZES, count
 
 from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 
-CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute")
+CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
 _SETS = ("choosing", "final")
 
 Counts = tuple[np.ndarray, np.ndarray]  # committed tokens and rounds of each prompt
