@@ -245,15 +245,15 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def resolve_target(name: str) -> str:
     """An embedded target is fetched, and it is said what that takes; anything else is a folder or hub id."""
-    from dstill_jax.weights import embedded
+    from dstill_jax.weights.embedded import EMBEDDED_TARGETS, resolve
 
-    return embedded.resolve_target(name, report=_say)
+    return resolve(name, EMBEDDED_TARGETS, report=_say)
 
 
 def resolve_prompts(name: str) -> str:
-    from dstill_jax.weights.embedded import EMBEDDED_PROMPTS, fetch
+    from dstill_jax.weights.embedded import EMBEDDED_PROMPTS, resolve
 
-    return str(fetch(name, report=_say)) if name in EMBEDDED_PROMPTS and not Path(name).exists() else name
+    return resolve(name, EMBEDDED_PROMPTS, report=_say)
 
 
 def training_prompts(name: str) -> str:
@@ -315,7 +315,7 @@ def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:
     return runs[0]
 
 
-_TIED = ("out", "new", "start_from", "teacher", "objective.passes", "objective.student_passes")
+_TIED = ("out", "checkpoints", "new", "start_from", "teacher", "objective.passes", "objective.student_passes")
 """What makes several runs a series: an override, which reaches all of them, would cut it."""
 
 
@@ -345,13 +345,7 @@ def load_runs(path: str, name: str, overrides: Sequence[str]) -> tuple[Any, ...]
     tied = [field for field in (o.partition("=")[0] for o in overrides) if len(runs) > 1 and field.startswith(_TIED)]
     if tied:
         raise UserError(f"{path}: {tied[0]} ties the {len(runs)} runs of {name} together; change it in the file")
-    changed = [override(run, overrides) for run in runs]
-    if len(runs) > 1 and any(o.startswith("checkpoints=") for o in overrides):  # each run has a folder of its own
-        changed = [
-            dataclasses.replace(run, checkpoints=f"{run.checkpoints}/round{i}")
-            for i, run in enumerate(changed, start=1)
-        ]
-    return tuple(changed)
+    return tuple(override(run, overrides) for run in runs)
 
 
 def _say(message: str) -> None:

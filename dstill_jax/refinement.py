@@ -24,8 +24,7 @@ prefix: from the left, every slot up to which the block is at least `threshold` 
 left_to_right: the next ceil(remaining / passes left) slots, in order; with K - 1 passes this is the quality ceiling.
 """
 
-THRESHOLDED = ("confidence", "prefix")
-"""The orders that read a threshold."""
+_THRESHOLDED = ("confidence", "prefix")  # the orders that read a threshold
 
 HiddenFn = Callable[[Int[Array, "B A K"], Int[Array, "B A R"]], Float[Array, "B A R D"]]
 """(block tokens, slots wanted) -> the drafter's output at those slots."""
@@ -42,12 +41,17 @@ class Trajectory(NamedTuple):
     hidden: Float[Array, "B A K D"] | None  # the drafter's output at commit time, when kept
 
 
-def check_order(order: str, passes: int) -> None:
-    """Raises UserError for an unknown order or a pass count below 1."""
+def check_order(order: str, passes: int, threshold: object = None) -> None:
+    """Raises UserError for an unknown order, a pass count below 1, or a threshold (None: not set) that is not read."""
     if order not in get_args(CommitOrder):
         raise UserError(f"order={order!r} is unknown; choose one of {', '.join(get_args(CommitOrder))}")
     if passes < 1:
         raise UserError(f"passes={passes} must be at least 1")
+    if threshold is not None and order not in _THRESHOLDED:
+        raise UserError(
+            f"threshold={threshold} is read by order={' or '.join(map(repr, _THRESHOLDED))} only, this is {order!r};"
+            " leave it out, or change the order"
+        )
 
 
 def select_commits(

@@ -25,7 +25,7 @@ from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.layers import store_output_first
 from dstill_jax.models.target import Target
-from dstill_jax.refinement import THRESHOLDED, check_order
+from dstill_jax.refinement import check_order
 
 METHODS = ("autoregressive", "lookup", "dflash", "refine", "ddtree")
 _BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
@@ -108,12 +108,7 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
         return DiffusionTree(width, check_budget(options.get("tree_budget", 16)))
     passes = _whole("passes", options.get("passes", width))
     order = str(options.get("order", "left_to_right"))
-    check_order(order, passes)
-    if "threshold" in options and order not in THRESHOLDED:
-        raise UserError(
-            f"threshold={options['threshold']} is read by order={' or '.join(map(repr, THRESHOLDED))} only, this is"
-            f" {order!r}; leave it out, or change the order"
-        )
+    check_order(order, passes, options.get("threshold"))
     threshold = options.get("threshold", 0.9)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
         raise UserError(f"threshold={threshold!r} must be a number between 0 and 1")

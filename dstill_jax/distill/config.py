@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from dstill_jax.blocks import ViewMix
 from dstill_jax.errors import UserError
 from dstill_jax.losses.config import LossConfig, TermWeights
-from dstill_jax.refinement import THRESHOLDED, CommitOrder, check_order
+from dstill_jax.refinement import CommitOrder, check_order
 
 CurriculumKind = Literal["power", "linear", "cyclic", "fixed", "full"]
 """How masked a student's input is, over training (methods of the papers named).
@@ -79,12 +79,8 @@ class StageTwoConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise UserError(f"StageTwoConfig.threshold={self.threshold} must be between 0 and 1")
-        check_order(self.order, 1 if self.passes is None else self.passes)
-        if self.threshold != 0.9 and self.order not in THRESHOLDED:
-            raise UserError(
-                f"StageTwoConfig.threshold={self.threshold} is read by order={' or '.join(map(repr, THRESHOLDED))} only,"
-                f" this is {self.order!r}; leave it out, or change the order"
-            )
+        unset = self.threshold == type(self).threshold
+        check_order(self.order, 1 if self.passes is None else self.passes, None if unset else self.threshold)
         if self.student_passes < 1:
             raise UserError(f"StageTwoConfig.student_passes={self.student_passes} must be at least 1")
         if self.loss.first.consistency_kl and self.order in ("left_to_right", "prefix"):

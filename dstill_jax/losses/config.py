@@ -1,6 +1,6 @@
 """Which losses, on which slots, with which weights."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from dstill_jax.errors import UserError
@@ -104,17 +104,16 @@ class LossConfig:
             "kl_direction": ("teacher_kl, target_kl and consistency_kl", kl),
             "teacher_slots": (
                 "hard_ce, teacher_kl and ddo_real",
-                bool(self.uses("hard_ce") or self.uses("teacher_kl") or self.whole.ddo_real),
+                self.uses("hard_ce") or self.uses("teacher_kl") or self.whole.ddo_real > 0,
             ),
             "data_slots": ("data_ce", self.uses("data_ce")),
             "dpace_alpha": ("weighting='dpace'", self.weighting == "dpace"),
             "auf_residual": ("weighting='auf'", self.weighting == "auf"),
             "auf_anneal_fraction": ("weighting='auf'", self.weighting == "auf"),
         }
-        unset = {f.name: f.default for f in fields(self)}
         for name, (reader, read) in readers.items():
             value = getattr(self, name)
-            if value != unset[name] and not read:
+            if value != getattr(type(self), name) and not read:
                 raise UserError(
                     f"LossConfig.{name}={value!r} is read by {reader} only, which this loss does not have; set one, or"
                     " leave the field out"

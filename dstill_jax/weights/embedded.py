@@ -77,13 +77,13 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
     return _FETCHERS[name](cache_root(cache_dir), report)
 
 
-def resolve_target(name: str | os.PathLike, report: Report | None = None) -> str:
-    """The folder of an embedded target ("smollm2", "tiny"), fetched when it is not there; any other name as it is.
+def resolve(name: str | os.PathLike, known: Sequence[str], report: Report | None = None) -> str:
+    """Where one of the `known` (`EMBEDDED_TARGETS` or `EMBEDDED_PROMPTS`) lies, fetched if need be; other names as they are.
 
-    A folder of that name in the working directory goes first. Raises as `fetch`.
+    A path of that name in the working directory goes first. Raises as `fetch`.
     """
     path = os.fspath(name)
-    return str(fetch(path, report=report)) if path in EMBEDDED_TARGETS and not Path(path).exists() else path
+    return str(fetch(path, report=report)) if path in known and not Path(path).exists() else path
 
 
 def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:

@@ -21,7 +21,7 @@ from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
-from dstill_jax.weights.embedded import resolve_target
+from dstill_jax.weights.embedded import EMBEDDED_TARGETS, resolve
 from dstill_jax.weights.folders import read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
     check_drafter_matches,
@@ -98,7 +98,7 @@ def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
 
 
 def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
-    folder = resolve_folder(resolve_target(path_or_hub_id))
+    folder = resolve_folder(resolve(path_or_hub_id, EMBEDDED_TARGETS))
     generation_file = folder / "generation_config.json"
     with _blaming(generation_file):
         more = generation_eos_token_ids(read_json(generation_file)) if generation_file.exists() else ()

@@ -1,4 +1,4 @@
-"""What helps a drafter when text is scarce: SmolLM2 on a quarter of the GSM8K questions, judged on others.
+"""What helps a drafter when text is scarce: SmolLM2 on a sixth of the GSM8K questions, judged on others.
 
     python experiments/005_little_text/run.py --data runs/004/data        (15 minutes an arm on one core)
 

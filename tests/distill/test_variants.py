@@ -252,7 +252,7 @@ CONSISTENCY = TermWeights(consistency_kl=1.0)
         (lambda: StageTwoConfig(student_passes=0), "StageTwoConfig.student_passes=0"),
         (
             lambda: StageTwoConfig(threshold=0.5),
-            "StageTwoConfig.threshold=0.5 is read by order='confidence' or 'prefix'",
+            "threshold=0.5 is read by order='confidence' or 'prefix'",
         ),
         (
             lambda: StageOneConfig(views=ViewMix(), late_views=ViewMix(), own_tokens=0.5),
