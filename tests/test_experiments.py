@@ -1,6 +1,7 @@
 """Experiments that cannot be run here in full: their arms are sound, and small pieces of them are right."""
 
 import importlib
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ def bench(monkeypatch):
     """Modules of the ablation bench, by name."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("grid", "texts", "calibration"):
+    for name in ("grid", "texts", "calibration", "tables"):
         sys.modules.pop(name, None)
 
 
@@ -55,3 +56,38 @@ def test_simulated_rounds_are_those_of_greedy_decoding(bench):
     answer = np.arange(10) >= 3  # tokens 3 .. 9 are the answer; 3 comes with the prefill
     accepted = {3: 2, 4: 0, 5: 9, 6: 0, 7: 5, 8: 0}
     assert walk(accepted, answer) == (6, 3), "3 -> 6 by two drafted and one more, 6 -> 7, 7 -> 9 cut by the end"
+
+
+def _measured(root, seed, arm, committed, rounds, target="a"):
+    folder = root / "large" / "block8" / f"seed{seed}" / arm
+    folder.mkdir(parents=True)
+    for split in ("train", "heldout"):
+        (root / "large" / f"prompts_{split}.jsonl").write_text("{}\n" * len(committed))
+    counts = {"committed": committed, "rounds": rounds, "histogram": [], "seconds": 1.0}
+    (folder / "measured_choosing.json").write_text(json.dumps({"target": target, "one pass": counts}))
+
+
+def test_measurements_of_an_earlier_machine_are_kept_and_pooled_by_prompt(bench, tmp_path, capsys):
+    tables = bench("tables")
+    for seed, committed in ((1, [30, 50]), (2, [34, 54])):
+        root = tmp_path / f"machine{seed}"
+        _measured(root, seed, "a1c", [30, 50], [10, 10])
+        _measured(root, seed, "auf", committed, [10, 10])
+        tables.collect(root, tmp_path / "kept")
+    tables.write_results(tmp_path / "kept", tmp_path / "results.json")
+    found = json.loads((tmp_path / "results.json").read_text())["large"]
+    lines = {line["arm"]: line for line in found["block 8, choosing"]}
+    assert found["prompts"] == {"train": 2, "heldout": 2} and lines["auf"]["seeds"] == [1, 2]
+    assert lines["auf"]["tau"][0] == round((30 + 50 + 34 + 54) / 40, 3) and lines["a1c"]["tau"][0] == 4.0
+    assert lines["auf"]["against"]["a1c"]["change"][0] == 5.0
+    assert lines["auf"]["against"]["a1c"]["by_seed"] == [0.0, 10.0]
+    assert "| auf | one pass | 2 |" in capsys.readouterr().out
+
+
+def test_measurements_with_different_targets_are_not_pooled(bench, tmp_path):
+    tables = bench("tables")
+    _measured(tmp_path / "runs", 1, "a1c", [30], [10])
+    _measured(tmp_path / "runs", 2, "a1c", [30], [10], target="b")
+    tables.collect(tmp_path / "runs", tmp_path / "kept")
+    with pytest.raises(SystemExit, match="different targets"):
+        tables.write_results(tmp_path / "kept", tmp_path / "results.json")

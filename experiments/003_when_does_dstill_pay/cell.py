@@ -72,10 +72,10 @@ def settings(arm: Arm, block_size: int) -> dict[str, tuple[str, dict]]:
 
 
 def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: int, name: str, which: str) -> None:
-    """Writes `measured_<which>.json`: per setting the committed tokens and rounds of each prompt, in order."""
+    """Writes `measured_<which>.json`: the target, and per setting committed tokens and rounds of each prompt, in order."""
     folder = cell_folder(root, block_size, seed, name)
     path = folder / f"measured_{which}.json"
-    done = json.loads(path.read_text()) if path.exists() else {}
+    done = json.loads(path.read_text()) if path.exists() else {"target": target.fingerprint}
     dataset = ConversationDataset(root / "heldout")
     prompts = held_out(dataset, which)
     drafter = load_drafter(str(folder / "drafter"), target)

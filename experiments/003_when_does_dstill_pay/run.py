@@ -3,7 +3,8 @@
     python experiments/003_when_does_dstill_pay/run.py --blocks 8 --seeds 1 --arms a1 s1 a1c auf dstill
     python experiments/003_when_does_dstill_pay/run.py --table          (from what is measured, trains nothing)
 
-Hardware: any CPU; a cell is one thread. What was stopped goes on; what is measured is not measured again.
+Hardware: any CPU; a cell is one thread. What was stopped goes on; what is measured is not measured again, and its counts are
+kept in `measured/`, from which `--table` makes the tables on any machine.
 """
 
 import argparse
@@ -95,9 +96,10 @@ def main() -> None:
 
         cells = wanted_cells(args.blocks, args.seeds, args.arms, args.data)
         run_cells(root, make_texts(root, args.data), args.data, cells, args.jobs, args.final)
-    from tables import write_results
+    from tables import collect, write_results
 
-    write_results(args.root, HERE / "results.json")
+    collect(args.root, HERE / "measured")
+    write_results(HERE / "measured", HERE / "results.json")
 
 
 if __name__ == "__main__":

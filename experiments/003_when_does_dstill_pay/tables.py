@@ -1,10 +1,12 @@
-"""results.json and the tables, from what the cells have measured.
+"""results.json and the tables, from what the cells have measured, on this machine and on those before it.
 
-Seeds are pooled by prompt: committed tokens and rounds of all seeds are added before prompts are resampled, so an
-interval covers the choice of prompts; the change of each seed alone stands beside it.
+The counts of every cell are kept in `measured/`, so an arm is never lost with the machine that trained it. Seeds are
+pooled by prompt: committed tokens and rounds of all seeds are added before prompts are resampled, so an interval covers
+the choice of prompts; the change of each seed alone stands beside it.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,49 @@ _SETS = ("choosing", "final")
 Counts = tuple[np.ndarray, np.ndarray]  # committed tokens and rounds of each prompt
 
 
-def write_results(root: Path, path: Path) -> None:
-    """Everything measured under `root`, as JSON; prints the tables."""
+def collect(root: Path, kept: Path) -> None:
+    """Copies what was measured under `root` to `kept`, one file a cell, and how many prompts there were."""
+    for size in SIZES:
+        if not (root / size / "prompts_heldout.jsonl").exists():
+            continue
+        for file in sorted((root / size).glob("block*/seed*/*/measured_*.json")):
+            copy = kept / file.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        (kept / size).mkdir(parents=True, exist_ok=True)
+        (kept / size / "prompts.json").write_text(json.dumps(count(root / size)) + "\n", encoding="utf-8")
+
+
+def write_results(kept: Path, path: Path) -> None:
+    """Everything that `collect` has kept, as JSON; prints the tables.
+
+    Raises:
+        SystemExit: cells of one size that were measured with different targets, whose prompts cannot be paired.
+    """
     results: dict[str, Any] = {"step_cost": STEP_COST}
     for size in SIZES:
-        if not (root / size).exists():
+        root = kept / size
+        if not root.exists():
             continue
-        results[size] = {"prompts": count(root / size)}
+        _require_one_target(root)
+        results[size] = {"prompts": json.loads((root / "prompts.json").read_text())}
         for which in _SETS:
             for block in (8, 16):
-                lines = _lines(root / size, size, block, which)
+                lines = _lines(root, size, block, which)
                 if lines:
                     results[size][f"block {block}, {which}"] = lines
                     _print(f"{size} data, block {block}, prompts for {which}", lines)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def _require_one_target(root: Path) -> None:
+    by_target: dict[str, Path] = {}
+    for file in sorted(root.glob("block*/**/measured_*.json")):
+        by_target.setdefault(json.loads(file.read_text())["target"], file)
+    if len(by_target) > 1:
+        raise SystemExit(
+            f"measured with different targets: {', '.join(map(str, by_target.values()))}; keep those of one"
+        )
 
 
 def _measured(root: Path, block: int, name: str, which: str) -> dict[int, dict[str, Any]]:
@@ -60,7 +91,7 @@ def _lines(root: Path, size: str, block: int, which: str) -> list[dict[str, Any]
     lines = []
     for name, arm in grid.items():
         measured = everything[name]
-        for label in sorted({label for m in measured.values() for label in m} - {"calibration"}):
+        for label in sorted({label for m in measured.values() for label in m} - {"calibration", "target"}):
             seeds = [seed for seed, m in measured.items() if label in m]
             line = {"arm": name, "about": arm.about, "setting": label, "seeds": seeds, "steps": arm.steps}
             line["tau"] = _numbers(ratio_interval(*_counts(measured, label, seeds)))

@@ -68,6 +68,7 @@ def _generate(target: str, prompts: Path, out: Path, *, features: bool) -> None:
             max_prompt_tokens=PROMPT_TOKENS,
             max_new_tokens=NEW_TOKENS,
             batch_size=64,
+            workers=2,
             record_features=features,
             tap_ids=TAPS if features else (),
         )
