@@ -75,7 +75,7 @@ def test_measurements_of_an_earlier_machine_are_kept_and_pooled_by_prompt(bench,
         _measured(root, seed, "auf", committed, [10, 10])
         tables.collect(root, tmp_path / "kept")
     tables.write_results(tmp_path / "kept", tmp_path / "results.json")
-    found = json.loads((tmp_path / "results.json").read_text())["large"]
+    found = json.loads((tmp_path / "results.json").read_text())["targets"]["a"]["large"]
     lines = {line["arm"]: line for line in found["block 8, choosing"]}
     assert found["prompts"] == {"train": 2, "heldout": 2} and lines["auf"]["seeds"] == [1, 2]
     assert lines["auf"]["tau"][0] == round((30 + 50 + 34 + 54) / 40, 3) and lines["a1c"]["tau"][0] == 4.0
@@ -86,8 +86,10 @@ def test_measurements_of_an_earlier_machine_are_kept_and_pooled_by_prompt(bench,
 
 def test_measurements_with_different_targets_are_not_pooled(bench, tmp_path):
     tables = bench("tables")
-    _measured(tmp_path / "runs", 1, "a1c", [30], [10])
-    _measured(tmp_path / "runs", 2, "a1c", [30], [10], target="b")
+    _measured(tmp_path / "runs", 1, "a1c", [30, 30], [10, 10], target="a" * 64)
+    _measured(tmp_path / "runs", 2, "a1c", [50, 50], [10, 10], target="b" * 64)
     tables.collect(tmp_path / "runs", tmp_path / "kept")
-    with pytest.raises(SystemExit, match="different targets"):
-        tables.write_results(tmp_path / "kept", tmp_path / "results.json")
+    tables.write_results(tmp_path / "kept", tmp_path / "results.json")
+    targets = json.loads((tmp_path / "results.json").read_text())["targets"]
+    taus = {name: found["large"]["block 8, choosing"][0]["tau"][0] for name, found in targets.items()}
+    assert taus == {"a" * 8: 3.0, "b" * 8: 5.0}

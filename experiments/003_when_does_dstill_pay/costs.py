@@ -1,6 +1,6 @@
 """What a step of stage 2 costs, in plain steps: the figure behind STEP_COST in `grid.py`.
 
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python experiments/003_when_does_dstill_pay/costs.py
+    taskset --cpu-list 0 python experiments/003_when_does_dstill_pay/costs.py
 
 Trains a few steps of each in turn, on the texts that `run.py` has made, and throws the drafters away. Medians; nothing
 else should run on the machine.

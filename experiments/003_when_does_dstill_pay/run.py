@@ -3,8 +3,8 @@
     python experiments/003_when_does_dstill_pay/run.py --blocks 8 --seeds 1 --arms a1 s1 a1c auf dstill
     python experiments/003_when_does_dstill_pay/run.py --table          (from what is measured, trains nothing)
 
-Hardware: any CPU; a cell is one thread. What was stopped goes on; what is measured is not measured again, and its counts are
-kept in `measured/`, from which `--table` makes the tables on any machine.
+Hardware: any CPU, whose cores the cells share. What was stopped goes on; what is measured is not measured again, and
+its counts are kept in `measured/`, from which `--table` makes the tables on any machine.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def wanted_cells(blocks: list[int], seeds: list[int], names: list[str] | None, size: str) -> list[tuple[int, int, str]]:
@@ -39,15 +38,19 @@ def wanted_cells(blocks: list[int], seeds: list[int], names: list[str] | None, s
 
 
 def run_cells(root: Path, target: str, size: str, cells: list[tuple[int, int, str]], jobs: int, final: bool) -> None:
-    """Each cell in a process of one thread, as soon as the one it starts from is done."""
+    """Each cell in a process of its own cores, as soon as the one it starts from is done."""
     from grid import arms
 
+    from dstill_jax.data.pool import split_cores
+
     waiting, running, done = list(cells), {}, set()
+    free, held = split_cores(jobs), {}
     while waiting or running:
         for cell, process in list(running.items()):
             if process.poll() is None:
                 continue
             del running[cell]
+            free.append(held.pop(cell))
             if process.returncode:
                 for other in running.values():
                     other.terminate()  # it saves what it has
@@ -59,7 +62,8 @@ def run_cells(root: Path, target: str, size: str, cells: list[tuple[int, int, st
             start = arms(block, size)[name].start
             if len(running) < jobs and (start is None or (block, seed, start) in done):
                 waiting.remove(cell)
-                running[cell] = _start(root, target, size, cell, final)
+                held[cell] = free.pop(0)
+                running[cell] = _start(root, target, size, cell, final, held[cell])
         time.sleep(0.5)
 
 
@@ -67,12 +71,16 @@ def _log(root: Path, cell: tuple[int, int, str]) -> Path:
     return root / "logs" / ("-".join(map(str, cell)) + ".log")
 
 
-def _start(root: Path, target: str, size: str, cell: tuple[int, int, str], final: bool) -> subprocess.Popen:
+def _start(
+    root: Path, target: str, size: str, cell: tuple[int, int, str], final: bool, cores: tuple[int, ...]
+) -> subprocess.Popen:
     block, seed, name = cell
     call = f"run_cell(Path({str(root)!r}), {target!r}, {size!r}, {block}, {seed}, {name!r}, final={final})"
-    code = f"from pathlib import Path; from cell import run_cell; {call}"
+    # Pinned before JAX counts the cores: without it each process has a thread for every core, and all are slower.
+    pin = f"import os; os.sched_setaffinity(0, {cores}); " if cores else ""
+    code = f"{pin}from pathlib import Path; from cell import run_cell; {call}"
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"XLA_FLAGS": ONE_THREAD, "PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": path}
     log = _log(root, cell)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as out:

@@ -18,53 +18,41 @@ from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_int
 
 CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
 _SETS = ("choosing", "final")
+_NAME = 8  # letters of a target's fingerprint that name its folder
 
 Counts = tuple[np.ndarray, np.ndarray]  # committed tokens and rounds of each prompt
 
 
 def collect(root: Path, kept: Path) -> None:
-    """Copies what was measured under `root` to `kept`, one file a cell, and how many prompts there were."""
+    """Copies what was measured under `root` to `kept`, by target: one file a cell, and how many prompts there were.
+
+    The tiny target is trained where the bench runs, and another machine's is another one: its answers, and so the
+    prompts that are left, differ. Cells are pooled and compared within a target only.
+    """
     for size in SIZES:
-        if not (root / size / "prompts_heldout.jsonl").exists():
-            continue
         for file in sorted((root / size).glob("block*/seed*/*/measured_*.json")):
-            copy = kept / file.relative_to(root)
+            folder = kept / json.loads(file.read_text())["target"][:_NAME]
+            copy = folder / file.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-        (kept / size).mkdir(parents=True, exist_ok=True)
-        (kept / size / "prompts.json").write_text(json.dumps(count(root / size)) + "\n", encoding="utf-8")
+            (folder / size / "prompts.json").write_text(json.dumps(count(root / size)) + "\n", encoding="utf-8")
 
 
 def write_results(kept: Path, path: Path) -> None:
-    """Everything that `collect` has kept, as JSON; prints the tables.
-
-    Raises:
-        SystemExit: cells of one size that were measured with different targets, whose prompts cannot be paired.
-    """
-    results: dict[str, Any] = {"step_cost": STEP_COST}
-    for size in SIZES:
-        root = kept / size
-        if not root.exists():
-            continue
-        _require_one_target(root)
-        results[size] = {"prompts": json.loads((root / "prompts.json").read_text())}
-        for which in _SETS:
-            for block in (8, 16):
-                lines = _lines(root, size, block, which)
-                if lines:
-                    results[size][f"block {block}, {which}"] = lines
-                    _print(f"{size} data, block {block}, prompts for {which}", lines)
+    """Everything that `collect` has kept, as JSON; prints the tables."""
+    results: dict[str, Any] = {"step_cost": STEP_COST, "targets": {}}
+    for folder in sorted(kept.iterdir() if kept.exists() else ()):
+        of_target: dict[str, Any] = {}
+        for size in (size for size in SIZES if (folder / size).exists()):
+            of_target[size] = {"prompts": json.loads((folder / size / "prompts.json").read_text())}
+            for which in _SETS:
+                for block in (8, 16):
+                    lines = _lines(folder / size, size, block, which)
+                    if lines:
+                        of_target[size][f"block {block}, {which}"] = lines
+                        _print(f"target {folder.name}, {size} data, block {block}, prompts for {which}", lines)
+        results["targets"][folder.name] = of_target
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def _require_one_target(root: Path) -> None:
-    by_target: dict[str, Path] = {}
-    for file in sorted(root.glob("block*/**/measured_*.json")):
-        by_target.setdefault(json.loads(file.read_text())["target"], file)
-    if len(by_target) > 1:
-        raise SystemExit(
-            f"measured with different targets: {', '.join(map(str, by_target.values()))}; keep those of one"
-        )
 
 
 def _measured(root: Path, block: int, name: str, which: str) -> dict[int, dict[str, Any]]:
