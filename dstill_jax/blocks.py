@@ -93,6 +93,11 @@ class ViewMix:
             raise UserError(f"ViewMix shares must be non-negative and sum to 1, got {shares}")
         if not 0 < self.prefix_decay <= 1:
             raise UserError(f"ViewMix.prefix_decay={self.prefix_decay} must be in (0, 1]")
+        if self.prefix_decay != type(self).prefix_decay and not self.prefix:
+            raise UserError(
+                f"ViewMix.prefix_decay={self.prefix_decay} is read by the prefix view only, whose share is 0; set one, or"
+                " leave it out"
+            )
 
     @property
     def shares(self) -> tuple[float, float, float, float]:

@@ -128,6 +128,12 @@ def _prepare(commands) -> None:
     )
     sub.add_argument("--style", default="chat", choices=("chat", "raw"), help="chat template, or the text as it is")
     sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
+    sub.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the tokenizer's own template")
+    sub.add_argument(
+        "--supervise", default="all", choices=("all", "last"), help="which answers of finished conversations count"
+    )
+    sub.add_argument("--split", default="train", help="of a TFDS dataset")
+    sub.add_argument("--text-field", default="prompt", help="feature of a TFDS dataset that holds the prompt")
     sub.add_argument("--start", type=int, default=0, help="rows to leave out at the beginning")
     sub.add_argument("--limit", type=int, help="rows to take")
     sub.add_argument("--max-prompt-tokens", type=int, default=1024)

@@ -33,9 +33,14 @@ def run_prepare(args: argparse.Namespace) -> None:
     summary = prepare(
         PrepareConfig(
             target=resolve_target(args.target),
-            source=PromptSource(training_prompts(args.prompts), conversations=args.conversations),
+            source=PromptSource(training_prompts(args.prompts), args.conversations, args.split, args.text_field),
             out=args.out,
-            template=TemplateConfig(style=args.style, thinking=args.thinking),
+            template=TemplateConfig(
+                args.style,
+                args.thinking,
+                supervise=args.supervise,
+                chat_template=args.chat_template and _text_file("chat-template", args.chat_template),
+            ),
             start=args.start,
             limit=args.limit,
             max_prompt_tokens=args.max_prompt_tokens,
@@ -66,14 +71,14 @@ def run_prepare(args: argparse.Namespace) -> None:
 def run_train(args: argparse.Namespace) -> int:
     from dstill_jax.runs import run_stage
     from dstill_jax.sharding import hosts
-    from dstill_jax.training.interrupt import Interrupted
+    from dstill_jax.training.interrupt import Interrupted, stop_between
 
     say = _say if hosts.first() else lambda line: None
     runs = load_runs(args.config, "TINY" if args.tiny else "CONFIG", args.overrides)
-    target = resolve_target(runs[0].target)
+    runs = tuple(dataclasses.replace(config, target=resolve_target(config.target)) for config in runs)
     try:
-        for config in runs:
-            drafter = run_stage(dataclasses.replace(config, target=target), report=say)
+        for config in stop_between(runs):
+            drafter = run_stage(config, report=say)
             if hosts.first():
                 print(drafter)
     except Interrupted as stop:
@@ -85,11 +90,11 @@ def run_train(args: argparse.Namespace) -> int:
 def run_generate(args: argparse.Namespace) -> None:
     from dstill_jax.decoding.generate import stream
     from dstill_jax.decoding.sampling import SamplingConfig
+    from dstill_jax.decoding.session import make_proposer
     from dstill_jax.evaluation.colour import IncrementalDecoder, Segment, to_ansi, token_slots
 
     text = _text(sys.stdin.buffer.read()) if args.prompt == "-" else _text(os.fsencode(args.prompt))
     target, drafter = load_pair(args)
-    method = args.method or ("dflash" if drafter is not None else "autoregressive")
     options = {
         name: getattr(args, name)
         for name in ("draft_tokens", "passes", "order", "threshold", "max_ngram", "tree_budget")
@@ -99,7 +104,7 @@ def run_generate(args: argparse.Namespace) -> None:
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     tokenizer = target.tokenizer
     decoder = IncrementalDecoder(lambda t: tokenizer.decode(t, clean_up_tokenization_spaces=False))
-    slots = drafter.config.block_size - 1 if drafter is not None else options.get("draft_tokens", 7)
+    slots = make_proposer(args.method, drafter, **options).draft_tokens
     tokens: list[int] = []
     rounds: list[int] = []
     for new, committed in stream(
@@ -107,7 +112,7 @@ def run_generate(args: argparse.Namespace) -> None:
         ids,
         seed=args.seed,
         drafter=drafter,
-        method=method,
+        method=args.method,
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         **options,
@@ -135,6 +140,8 @@ def run_eval(args: argparse.Namespace) -> None:
         raise UserError(f"out={args.out} is a file; give a folder")
     if args.timed is not None and args.timed < 0:
         raise UserError(f"timed={args.timed} must not be negative")
+    if not args.drafter and (args.drafted or args.refine_passes or args.tree_budget):
+        raise UserError("drafted, refine-passes and tree-budget are settings of a drafter; give --drafter FOLDER")
     target, drafter = load_pair(args)
     rows = read_prompts(args.prompts, args.limit)
     prompts = render(target, rows, raw=args.raw)
@@ -186,9 +193,9 @@ def run_eval(args: argparse.Namespace) -> None:
 
 def run_export(args: argparse.Namespace) -> None:
     from dstill_jax.decoding.session import check_pair
-    from dstill_jax.weights.load import load_drafter, load_target, save_drafter
+    from dstill_jax.weights.load import describe_target, load_drafter, save_drafter
 
-    target = load_target(resolve_target(args.target))
+    target = describe_target(resolve_target(args.target))
     drafter = load_drafter(args.drafter, target)
     check_pair(target, drafter)
     if Path(args.out).resolve() == Path(drafter.source).resolve():
@@ -357,6 +364,13 @@ def _text(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"the prompt is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _text_file(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}={path} cannot be read: {error}") from None
 
 
 def check_common(args: argparse.Namespace) -> None:

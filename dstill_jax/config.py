@@ -139,3 +139,34 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 def to_json_dict(config: object) -> dict:
     """A dataclass as plain JSON values."""
     return dataclasses.asdict(config)  # type: ignore[arg-type]
+
+
+def check_drafter_matches(config: DrafterConfig, target: TargetConfig) -> None:
+    """Stop unless the drafter was made for a target of this shape; the error names both values.
+
+    Raises:
+      UserError: on vocabulary, width, number of target layers, tapped layers or mask token.
+    """
+    for ours, theirs in (
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("num_target_layers", "num_layers"),
+    ):
+        if getattr(config, ours) != getattr(target, theirs):
+            raise UserError(
+                f"the drafter has {ours}={getattr(config, ours)} but the target has {theirs}={getattr(target, theirs)};"
+                " use the target that the drafter was trained for"
+            )
+    for i in config.target_layer_ids:
+        if not 0 <= i < target.num_layers:
+            raise UserError(f"the drafter taps layer {i} but the target has layers 0..{target.num_layers - 1}")
+    if not 0 <= config.mask_token_id < target.vocab_size:
+        raise UserError(
+            f"the drafter's mask_token_id={config.mask_token_id} is outside the target's"
+            f" {target.vocab_size} embedding rows"
+        )
+    if config.mask_token_id in target.eos_token_ids:
+        raise UserError(
+            f"the drafter's mask_token_id={config.mask_token_id} is an end-of-text token of the target"
+            f" {target.eos_token_ids}; the mask must be a token that text never contains"
+        )

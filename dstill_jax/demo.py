@@ -123,7 +123,7 @@ def demo(target_name: str, minutes: float | None = None, out: str | None = None,
     target = load_target(source)
     runs = _runs(scale, source, data, folder)
     _say(f"3/4 training: {sum(config.train.total_steps for config in runs.values())} steps in all")
-    for name, config in runs.items():
+    for name, config in stop_between(runs.items()):
         _say(f"  {name}: {config.train.total_steps} steps ({_STEPS_OF[name]})")
         run_stage(config, target=target)
     _say(f"4/4 decoding {scale.held_out} held-out prompts with every arm")

@@ -55,7 +55,7 @@ def _replaced(config: Any, tree: dict[str, Any], inside: str) -> Any:
             value = _value(given, hint)
             if not _fits(value, hint):
                 raise UserError(f"{path}={value!r} must be {_named(hint)}; it is {old!r} now")
-            values[name] = float(value) if isinstance(old, float) else value
+            values[name] = float(value) if isinstance(old, float) and type(value) is int else value
     return dataclasses.replace(config, **values)
 
 

@@ -114,7 +114,7 @@ def refine(
             chosen, sure = choose_fn(out, slots)
             return _commit(trajectory, group, chosen, sure, out, number), None
 
-        numbers = jnp.arange(1, len(groups) + 1)
+        numbers = jnp.arange(1, len(groups) + 1, dtype=jnp.int32)
         return jax.lax.scan(step, start, (numbers, jnp.asarray(groups)))[0]
 
     slots = jnp.broadcast_to(jnp.arange(1, K), (B, A, K - 1))
@@ -134,7 +134,7 @@ def refine(
         )
         return (merged, open_slots & ~now), None
 
-    return jax.lax.scan(sweep, (start, is_open), jnp.arange(1, passes + 1))[0][0]
+    return jax.lax.scan(sweep, (start, is_open), jnp.arange(1, passes + 1, dtype=jnp.int32))[0][0]
 
 
 def _commit(trajectory: Trajectory, slots: Array, chosen: Array, sure: Array, out: Array, number: Array) -> Trajectory:

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from dstill_jax.config import DrafterConfig, TargetConfig
-from dstill_jax.data.joined import Dataset, open_data
+from dstill_jax.data.joined import open_data
 from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
 from dstill_jax.decoding.session import check_pair
 from dstill_jax.dims import Params
@@ -30,9 +30,11 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.distill.stage_one import stage_one_loss
 from dstill_jax.distill.stage_two import stage_two_loss
 from dstill_jax.errors import UserError
+from dstill_jax.keys import seed_key
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter, Memory
 from dstill_jax.models.target import Target
+from dstill_jax.run_inputs import check_features, check_mask, tap_scale, training_vocabulary
 from dstill_jax.sharding import hosts
 from dstill_jax.sharding.activations import use_mesh
 from dstill_jax.sharding.mesh import MeshConfig, build_mesh, check_model_divides, check_rows_divide
@@ -43,7 +45,6 @@ from dstill_jax.training.config import OptimizerConfig, TrainConfig
 from dstill_jax.training.loop import train
 from dstill_jax.weights.load import drafter_fingerprint, load_drafter, load_target, save_drafter
 
-_SCALE_ROWS = 64
 BEST = "drafter_best"
 """Folder of a run with the drafter of its best checkpoint; `drafter` has that of the last step."""
 
@@ -72,6 +73,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if (self.new is None) == (self.start_from is None):
             raise UserError("RunConfig needs exactly one of new (a DrafterShape) and start_from (a drafter folder)")
+        if not self.out:
+            raise UserError("RunConfig.out is empty; name a folder for the run")
         if self.teacher is not None and not isinstance(self.objective, StageTwoConfig):
             raise UserError("RunConfig.teacher is read by stage 2 only; leave it out for stage 1")
         if isinstance(self.objective, StageTwoConfig) and self.teacher is None and self.start_from is None:
@@ -136,7 +139,7 @@ def run_stage(
     for model in (target.config, drafter):
         check_model_divides(config.mesh, model)
     dataset = open_data(config.data)
-    live = _check_features(config, dataset, drafter, target)
+    live = check_features(config.data, dataset, drafter, target)
     rows = None
     if mesh is not None:
         sharding = batch_sharding(mesh, split_rows=config.mesh.split_rows)
@@ -149,10 +152,19 @@ def run_stage(
         )
     if report is not None:
         report(pipeline.summary.describe())
-    scale = _tap_scale(dataset, drafter, target, config.batches.seq_len, mesh)
+    if config.new is not None:
+        check_mask(dataset, drafter.mask_token_id)
+    scale = tap_scale(dataset, drafter, target, config.batches.seq_len, mesh)
     params = _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params
     trainable = fold_tap_scale(params, 1.0 / jnp.asarray(scale))  # in training the scale is apart
-    kept = _vocabulary(config, dataset, target, drafter, [d for d in (begun, teacher) if d is not None])
+    kept = training_vocabulary(
+        config.vocabulary,
+        config.batches.seq_len,
+        dataset,
+        target,
+        drafter,
+        [d for d in (begun, teacher) if d is not None],
+    )
     frozen = _freeze(target, scale, kept, teacher, live, mesh)
     state = train(
         loss_function(config, target.config, drafter, mesh),
@@ -254,9 +266,12 @@ def refreshed_runs(config: RunConfig, student_passes: Sequence[int]) -> tuple[Ru
 
 
 def describe(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON values, less what may differ when a run is continued (its folder, its devices)."""
+    """The configuration as JSON values, less what may differ when a run is continued: its devices, and all paths, since
+    target, data and drafters are known by what is in them."""
     values = dataclasses.asdict(config)
-    for name in ("out", "checkpoints", "mesh", "memory", "train", "optimizer"):  # the loop compares the last two itself
+    for name in ("out", "checkpoints", "target", "data", "start_from", "teacher", "mesh", "memory"):
+        values.pop(name)
+    for name in ("train", "optimizer"):  # the loop compares them itself
         values.pop(name)
     return json.loads(json.dumps(values))
 
@@ -265,7 +280,7 @@ def _new_params(
     config: RunConfig, drafter: DrafterConfig, target: Target, scale: np.ndarray, mesh: Mesh | None
 ) -> Params:
     assert config.new is not None
-    key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
+    key = jax.random.fold_in(seed_key(config.train.seed), 0)
     create = functools.partial(initialise.new_params, config.new, drafter, target.config)
     if mesh is None:
         return create(target.params, key, scale)
@@ -273,82 +288,18 @@ def _new_params(
     return jax.jit(create, out_shardings=places)(target.params, key, scale)
 
 
-def _check_features(config: RunConfig, dataset: Dataset, drafter: DrafterConfig, target: Target) -> bool:
-    """Whether features have to be computed in the step. Stored ones must be of this target and of these taps."""
-    inputs = dataset.provenance.get("inputs", {})
-    made_by = inputs.get("target_fingerprint")
-    if made_by not in (None, target.fingerprint):
-        raise UserError(
-            f"{config.data} holds answers of target {str(made_by)[:12]}, the run's target is"
-            f" {target.fingerprint[:12]}; prepare the data with this target"
-        )
-    if not dataset.feature_width:
-        return True
-    stored = tuple(inputs.get("tap_ids", ()))
-    if stored != drafter.target_layer_ids:
-        raise UserError(
-            f"{config.data} stores taps {stored}, the drafter reads {drafter.target_layer_ids}; prepare it with those"
-            " tap_ids, or without features"
-        )
-    return False
-
-
-def _tap_scale(dataset: Dataset, drafter: DrafterConfig, target: Target, seq_len: int, mesh: Mesh | None) -> np.ndarray:
-    """From the first rows of the dataset, as far as batches show them: the same whatever is drawn later."""
-    width = drafter.num_taps * drafter.hidden_size
-    rows = range(min(_SCALE_ROWS, len(dataset)))
-    if dataset.feature_width:
-        return initialise.tap_scale(np.concatenate([dataset.features(i)[:-1][:seq_len, :width] for i in rows]))
-
-    def forward(params: Params, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
-        return target_lib.forward(target.config, params, tokens, positions, tap_ids=drafter.target_layer_ids).taps
-
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    forward = jax.jit(forward, out_shardings=everywhere)
-    parts = []
-    for i in rows[:8]:
-        tokens = np.asarray(dataset[i].tokens[:seq_len], np.int32)
-        padded = np.zeros(-(-len(tokens) // 128) * 128, np.int32)
-        padded[: len(tokens)] = tokens
-        positions = np.arange(len(padded), dtype=np.int32)[None]
-        taps = np.asarray(forward(target.params, padded[None], positions))
-        parts.append(taps[0, : len(tokens)].astype(np.float32))
-    return initialise.tap_scale(np.concatenate(parts))
-
-
 def _given_drafters(config: RunConfig, target: Target, mesh: Mesh | None) -> tuple[Drafter | None, Drafter | None]:
-    """The drafter that the run goes on from, and stage 2's teacher: arrays of their own, since training reuses memory.
+    """The drafter that the run goes on from, and stage 2's teacher, which may be the same: training copies its start.
 
     A drafter may go on on another target of its shape than it was trained on; what a teacher knows is about its own.
     """
-    begun = None if config.start_from is None else load_drafter(config.start_from, target, mesh=mesh)
+    begun = None if config.start_from is None else load_drafter(config.start_from, target, "float32", mesh)
     if not isinstance(config.objective, StageTwoConfig):
         return begun, None
-    teacher = load_drafter(config.teacher or config.start_from, target, mesh=mesh)  # type: ignore[arg-type]
+    teacher = begun if config.teacher is None else load_drafter(config.teacher, target, "float32", mesh)
+    assert teacher is not None  # RunConfig asks for one of the two
     check_pair(target, teacher)
     return begun, teacher
-
-
-def _vocabulary(
-    config: RunConfig, dataset: Dataset, target: Target, drafter: DrafterConfig, given: Sequence[Drafter]
-) -> np.ndarray | None:
-    """Token ids to train on, ascending; None: all. Those of the drafters given, or the most frequent of the data."""
-    known = {d.vocabulary for d in given if d.vocabulary is not None}
-    if len(known) > 1:
-        raise UserError(f"{given[0].source} and {given[1].source} draft other tokens; take drafters of one vocabulary")
-    if known:
-        kept = np.asarray(known.pop())
-        if config.vocabulary not in (None, len(kept), len(kept) + 1):  # the mask is left out of what was asked for
-            raise UserError(
-                f"RunConfig.vocabulary={config.vocabulary}, but {given[0].source} drafts {len(kept)} tokens; give that"
-                " many, or leave it out"
-            )
-        return kept
-    if config.vocabulary is None:
-        return None
-    texts = [dataset[i].tokens for i in range(len(dataset))]
-    kept = initialise.training_vocabulary(texts, target.config.vocab_size, config.vocabulary)
-    return kept[kept != drafter.mask_token_id]  # never a label, never drafted
 
 
 def _freeze(
@@ -388,8 +339,3 @@ def loss_function(
             return one(params, frozen, batch, key, step.astype(jnp.float32) / total)
 
     return loss_fn
-
-
-def trained_steps(run: str | Path) -> int:
-    """Steps of the newest checkpoint of a run folder, 0 without one."""
-    return checkpoints.latest_step(run) or 0

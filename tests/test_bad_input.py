@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -224,6 +225,16 @@ MISTAKES = {
         ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "0"],
         "limit=0",
     ),
+    "settings of a drafter that is not given": (
+        None,
+        ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--tree-budget", "16"],
+        "--drafter",
+    ),
+    "chat template missing": (None, [*PREPARE, "--chat-template", "nothing.jinja"], "chat-template=nothing.jinja"),
+    "run without a folder": (None, [*TRAIN, "out=''"], "out is empty"),
+    "field that only another kind reads": (None, [*TRAIN, "objective.views.prefix_decay=0.5"], "prefix_decay=0.5"),
+    "beta of a term that is off": (None, [*TRAIN, "objective.loss.whole.ddo_beta=0.5"], "ddo_beta=0.5"),
+    "two sayings of the taps": (None, [*TRAIN, "new.num_taps=3", "new.target_layer_ids=(1, 2)"], "num_taps=3"),
     "a search of no settings": (
         None,
         ["plan", "config.py", "--slice", "v5e-16", "--search", "--limit", "0"],
@@ -252,6 +263,30 @@ def test_a_mistake_is_one_line_and_exit_2(mistake: str, place: Path, capsys: pyt
     assert status == 2
     assert len(lines) == 1 and lines[0].startswith("dstill")
     assert named in lines[0]
+
+
+@pytest.mark.parametrize("more", [["--method", "lookup", "--draft-tokens", "12"], ["--draft-tokens", "2"], []])
+def test_a_terminal_gets_colours_whatever_is_drafted(
+    more: list[str], place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many colours as may be drafted, which is not always what the drafter's block holds."""
+    command = [*GENERATE, "--drafter", "draft", "w5 w6 w7 w5 w6 w7", "--max-new-tokens", "24", *more]
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(command) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+
+
+def test_each_run_of_a_series_is_trained_on_its_own_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree("target", "other")
+    config = CONFIG.format(target="target") + "\nimport dataclasses\n"
+    write("two.py", config + "CONFIG = (CONFIG, dataclasses.replace(CONFIG, target='other', out='b'))\n")
+    trained = []
+    monkeypatch.setattr("dstill_jax.runs.run_stage", lambda config, report: trained.append(config.target))
+    assert main(["train", "two.py"]) == 0
+    assert [Path(target).name for target in trained] == ["target", "other"]
 
 
 def test_a_cache_that_is_a_file_is_one_line_and_exit_2(

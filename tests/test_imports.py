@@ -12,11 +12,11 @@ REPO = Path(__file__).resolve().parent.parent
 
 # Imports go from a later line to an earlier one, or stay within a line.
 LAYERS = (
-    {"errors", "dims", "config", "overrides", "locks"},
+    {"errors", "dims", "config", "keys", "overrides", "locks"},
     {"blocks", "refinement", "losses", "sharding", "models"},
     {"distill", "decoding"},
     {"training", "data", "weights", "evaluation"},
-    {"runs"},
+    {"runs", "run_inputs"},
     {"planning"},
     {"cli", "commands", "demo", "__main__"},
 )

@@ -17,6 +17,7 @@ def test_nested_fields_are_reached_and_values_are_literals_or_words() -> None:
     assert config.objective.loss.rest.hard_ce == 1.0 and isinstance(config.objective.loss.rest.hard_ce, float)
     assert (config.out, config.data) == ("elsewhere", ("a", "b"))
     assert config.batches == STAGE_TWO.batches
+    assert override(CONFIG, ["optimizer.clip_norm=None"]).optimizer.clip_norm is None
 
 
 @pytest.mark.parametrize("text, value", [("false", False), ("False", False), ("true", True), ("True", True)])

@@ -267,7 +267,7 @@ def _assemble(config: PrepareConfig, plan: _Plan, folder: Path, inputs: dict[str
             " again, and in a job of several hosts see that all of them write to this folder"
         )
     answers = [found[i] for i in range(len(plan.rows))]
-    if bad := [i for i, answer in enumerate(answers) if answer.tokens[: answer.prompt_length] != plan.prompts[i]]:
+    if bad := [i for i, answer in enumerate(answers) if list(answer.tokens[: answer.prompt_length]) != plan.prompts[i]]:
         raise UserError(
             f"{folder / 'work'}: the stored prompt of row {bad[0]} is another one; remove {folder} and start again"
         )

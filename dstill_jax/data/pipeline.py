@@ -1,4 +1,4 @@
-"""Training batches from a conversation dataset, through Grain. Called by training.
+"""Training batches from a conversation dataset, by step; Grain reads ahead in `iterate`. Called by training.
 
 `batch(step)` is a pure function of the dataset, the configuration and the step, so the position in the data is one
 integer: resuming anywhere, twice, or on another number of hosts gives the same batches. A batch is a dict of NumPy
@@ -107,7 +107,6 @@ class BatchPipeline:
                 " there would be nothing to train on"
             )
         self._units = self._order.end(config.num_epochs) if config.num_epochs else _ENDLESS
-        self._batches = self._grain_dataset()
 
     @property
     def total_steps(self) -> int | None:
@@ -122,7 +121,19 @@ class BatchPipeline:
         """The rows `self.rows` of the global batch of that step."""
         if step < 0 or (self.total_steps is not None and step >= self.total_steps):
             raise IndexError(f"step {step} is outside 0..{self.total_steps}")
-        return self._batches[step]
+        shape = len(self.rows), self.config.seq_len
+        batch: Batch = {
+            "tokens": np.zeros(shape, np.int32),
+            "loss_mask": np.zeros(shape, bool),
+            "document_ids": np.zeros(shape, np.int32),
+            "positions": np.zeros(shape, np.int32),
+        }
+        if self.source.feature_width:
+            batch["features"] = np.empty((*shape, self.source.feature_width), np.float16)
+        for row, place in enumerate(self.rows):
+            unit = step * self.config.batch_size + place
+            self._fill({name: array[row] for name, array in batch.items()}, unit)
+        return batch
 
     def iterate(self, start_step: int = 0, *, threads: int = 2, prefetch: int = 4) -> "BatchIterator":
         """Batches from a step on; `threads` read `prefetch` batches ahead (0: none does)."""
@@ -137,26 +148,15 @@ class BatchPipeline:
         return {"dataset": self.source.fingerprint, **{name: getattr(self.config, name) for name in names}}
 
     def _read_ahead(self, start_step: int, threads: int, prefetch: int) -> Iterator[Batch]:
-        options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch if threads else 0)
-        return iter(self._batches[start_step:].to_iter_dataset(options))
-
-    def _grain_dataset(self) -> Any:
+        grain = _grain()
         steps = -(-self._units // self.config.batch_size)
-        units = _LocalUnits(self._order, self._units, self.config.batch_size, self.rows, steps * len(self.rows))
-        return _grain().MapDataset.source(units).map(self._build_row).batch(len(self.rows))
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch if threads else 0)
+        return iter(grain.MapDataset.range(steps).map(self.batch)[start_step:].to_iter_dataset(options))
 
-    def _build_row(self, unit: tuple[int, ...]) -> Batch:
-        size = self.config.seq_len
-        row: Batch = {
-            "tokens": np.zeros(size, np.int32),
-            "loss_mask": np.zeros(size, bool),
-            "document_ids": np.zeros(size, np.int32),
-            "positions": np.zeros(size, np.int32),
-        }
-        if self.source.feature_width:
-            row["features"] = np.zeros((size, self.source.feature_width), np.float16)
-        begin = 0
-        for number, index in enumerate(unit, start=1):
+    def _fill(self, row: Batch, unit: int) -> None:
+        """One row of a batch that is zero so far, its features apart: large arrays are written once."""
+        begin, size = 0, self.config.seq_len
+        for number, index in enumerate(self._order.unit(unit) if unit < self._units else (), start=1):
             document = self.source[index]
             length = min(len(document.tokens), size - begin)
             place = slice(begin, begin + length)
@@ -164,10 +164,11 @@ class BatchPipeline:
             row["loss_mask"][place] = document.loss_mask[:length]
             row["document_ids"][place] = number
             row["positions"][place] = np.arange(length)
-            if self.source.feature_width:
+            if "features" in row:
                 row["features"][place] = self.source.features(index)[:length]
             begin += length
-        return row
+        if "features" in row:
+            row["features"][begin:] = 0
 
     def _summarise(self, rows: np.ndarray, lengths: np.ndarray, cut: np.ndarray) -> PipelineSummary:
         whole = rows[lengths[rows] == cut]
@@ -229,25 +230,6 @@ class BatchIterator:
             raise UserError(f"step={step} of a data position must not be negative")
         self.step = step
         self._reader = self._pipeline._read_ahead(step, self._threads, self._prefetch)
-
-
-@dataclass(frozen=True)
-class _LocalUnits:
-    """Grain's random-access source: the units of this process's rows, batch by batch; () after the last one."""
-
-    order: UnitOrder
-    units: int
-    batch_size: int
-    rows: Sequence[int]
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, ...]:
-        step, place = divmod(int(index), len(self.rows))
-        unit = step * self.batch_size + self.rows[place]
-        return self.order.unit(unit) if unit < self.units else ()
 
 
 def _grain() -> Any:

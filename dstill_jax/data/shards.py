@@ -9,11 +9,12 @@ counts, and nothing else does.
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int
 
 from dstill_jax.errors import UserError
 
@@ -24,7 +25,7 @@ class Answer:
 
     index: int  # of the row in the prompt source
     prompt_length: int
-    tokens: list[int]  # prompt, then new tokens
+    tokens: Sequence[int] | Int[np.ndarray, "n"]  # prompt, then new tokens; an array when it was read
     finish_reason: str  # "stop" or "length"
     feature_file: str | None = None
     feature_offset: int = 0  # in bytes; len(tokens) rows follow
@@ -36,7 +37,7 @@ class ShardWriter:
     Args:
         folder: the work folder.
         feature_width: (T + 1) * D when features are stored, else 0.
-        interval: seconds between flushes to disk; what a killed process can lose.
+        interval: seconds between flushes to disk; what a machine that goes down can lose. A killed process loses nothing.
     """
 
     def __init__(self, folder: Path, feature_width: int = 0, interval: float = 0.5) -> None:
@@ -44,7 +45,6 @@ class ShardWriter:
         self._width = feature_width
         self._features = open(self.path.with_suffix(".f16"), "wb") if feature_width else None
         self._interval = interval
-        self._pending: list[str] = []
         self._offset = 0
         self._committed = time.monotonic()
 
@@ -68,21 +68,19 @@ class ShardWriter:
             if not np.isfinite(rows).all():
                 raise UserError("the target's hidden states overflow float16; prepare without record_features")
             self._features.write(rows.tobytes())
+            self._features.flush()
             record["feature_offset"] = self._offset
             self._offset += rows.nbytes
-        self._pending.append(json.dumps(record, separators=(",", ":")) + "\n")
+        self._lines.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._lines.flush()
         if time.monotonic() - self._committed >= self._interval:
             self.commit()
 
     def commit(self) -> None:
-        """Features first, then the lines that speak of them."""
+        """To the disk itself: features first, then the lines that speak of them."""
         if self._features is not None:
-            self._features.flush()
             os.fsync(self._features.fileno())
-        self._lines.write("".join(self._pending).encode())
-        self._lines.flush()
         os.fsync(self._lines.fileno())
-        self._pending.clear()
         self._committed = time.monotonic()
 
     def close(self) -> None:
@@ -108,7 +106,7 @@ def read_answers(folder: Path, feature_width: int = 0) -> dict[int, Answer]:
     for path in sorted(folder.glob("shard-*.jsonl")):
         for answer in _read_shard(path, feature_width):
             first = answers.setdefault(answer.index, answer)
-            if first.tokens != answer.tokens:
+            if not np.array_equal(first.tokens, answer.tokens):
                 raise UserError(
                     f"{path}: row {answer.index} was answered twice, differently; remove the folder and start again"
                 )
@@ -125,11 +123,12 @@ def _read_shard(path: Path, feature_width: int) -> Iterator[Answer]:
             try:
                 record = json.loads(line)
                 offset = record.pop("feature_offset", 0)
+                record["tokens"] = np.asarray(record["tokens"], np.int32)  # a list takes nine times as much
                 answer = Answer(
                     **record, feature_file=str(feature_path) if feature_width else None, feature_offset=offset
                 )
                 needed = offset + len(answer.tokens) * feature_width * 2
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
                 raise UserError(
                     f"{path}:{number}: damaged line; remove this file, its rows are generated again"
                 ) from error

@@ -114,7 +114,7 @@ class ChatTemplate:
             advice = f"try thinking={not self.config.thinking}, or another chat_template"
         elif not whole.startswith(until) or len(prompt) < cursor:
             problem = "the template renders this turn differently once others follow it"
-            advice = "use supervise='last'"
+            advice = "count the last answer only: supervise='last' (--supervise last)"
         else:
             return len(prompt), len(until)
         raise UserError(f"{row.where}: messages[{i}] cannot be masked: {problem}; {advice}")
@@ -147,7 +147,7 @@ def _template_text(tokenizer: Any, config: TemplateConfig) -> str | None:
         text = text.get("default")
     if not text:
         raise UserError(
-            "the target's tokenizer has no chat template; give chat_template, or use style='raw' to continue prompts as"
-            " plain text"
+            "the target's tokenizer has no chat template; give one (--chat-template FILE), or use style='raw' to continue"
+            " prompts as plain text"
         )
     return text

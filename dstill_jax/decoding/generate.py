@@ -16,7 +16,7 @@ from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session, check_pair
 from dstill_jax.dims import Params
-from dstill_jax.errors import UserError
+from dstill_jax.errors import UserError, whole
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
@@ -35,28 +35,32 @@ class GenerateOutput:
 
 def encode_prompts(target: Target, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Token ids of each prompt; strings are encoded as they are, without a chat template."""
-    if isinstance(prompts, str) or not len(prompts):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray | jax.Array) or not len(prompts):
         raise UserError("prompts must be a non-empty list of strings or of token-id lists")
-    encoded = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            ids = target.tokenizer.encode(prompt, add_special_tokens=False)
-        elif isinstance(prompt, int | np.integer):
-            raise UserError(
-                f"prompt {i} is the number {prompt}; prompts is a list of prompts: [[1, 2, 3]], not [1, 2, 3]"
-            )
-        else:
-            ids = [int(t) for t in prompt]
-        if not ids:
-            raise UserError(f"prompt {i} is empty; give at least one token")
-        encoded.append(ids)
-    return encoded
+    return [
+        target.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else _ids(i, prompt)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _ids(i: int, prompt: Any) -> list[int]:
+    """Token ids as they were given, or a UserError: a number alone, a chat message and 1.7 are no prompts."""
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray | jax.Array) else prompt
+    if isinstance(ids, int):
+        raise UserError(f"prompt {i} is the number {ids}; prompts is a list of prompts: [[1, 2, 3]], not [1, 2, 3]")
+    if isinstance(ids, dict) or (isinstance(ids, list | tuple) and any(isinstance(x, dict) for x in ids)):
+        raise UserError(
+            f"prompt {i} is a chat message; apply the tokenizer's chat template first, and give its token ids"
+        )
+    if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+        raise UserError(f"prompt {i} is of type {type(prompt).__name__}; give a string or a list of token ids")
+    return [whole(f"a token of prompt {i}", token) for token in ids]
 
 
 def generate(
     target: Target,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    method: str = "autoregressive",
+    method: str | None = None,
     drafter: Drafter | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -73,10 +77,12 @@ def generate(
 
     Args:
       prompts: strings, which are encoded as they are (a chat template is the caller's affair), or lists of token ids.
-      method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student), "refine" or "ddtree".
+      method: "autoregressive", "lookup", "dflash" (one drafter pass; also a DStill student), "refine" or "ddtree"; None
+        is "dflash" where a drafter is given and "autoregressive" where not.
       stop_token_ids: None takes the target's own; an empty list never stops.
       batch_size: prompts decoded at a time; the next one begins where one is done. It changes the time and the memory
-        that caches take, not what is drawn.
+        that caches take, not what is drawn. Calls compile anew for another number of prompts below it, and for longest
+        prompts that lie a multiple of 32 tokens apart (of a quarter of their length, when they are long).
       method_options: draft_tokens; for refine also passes, order, threshold; for lookup max_ngram; for ddtree
         tree_budget.
 
@@ -88,7 +94,7 @@ def generate(
         target,
         drafter=drafter,
         method=method,
-        batch_size=min(batch_size, len(ids)),
+        batch_size=min(whole("batch_size", batch_size), len(ids)),
         max_prompt_tokens=max(map(len, ids)),
         max_new_tokens=max_new_tokens,
         sampling=SamplingConfig(temperature, top_k, top_p),
@@ -96,7 +102,7 @@ def generate(
         **method_options,
     )
     began = time.perf_counter()
-    requests = [Request(i, tokens, seed) for i, tokens in enumerate(ids)]
+    requests = [Request(i, tokens, whole("seed", seed)) for i, tokens in enumerate(ids)]
     # Rounds go on without looking at the host, unless prompts wait for a place.
     rounds_per_call = max_new_tokens if len(ids) <= batch_size else 16
     done = {c.id: c for c in session.run(requests, rounds_per_call=rounds_per_call)}
@@ -121,9 +127,11 @@ def stream(
 
     The first item holds the token that the prefill draws. Options as for `Session`.
     """
+    if whole("rounds_per_call", rounds_per_call) < 1:
+        raise UserError(f"rounds_per_call={rounds_per_call} must be at least 1")
     (ids,) = encode_prompts(target, [prompt])  # type: ignore[list-item]
     session = Session(target, batch_size=1, max_prompt_tokens=len(ids), **options)
-    request = Request(0, ids, seed)
+    request = Request(0, ids, whole("seed", seed))
     session.check(request)
     state = session.start(session.idle(), [0], [request], 1)
     sent = rounds = 0

@@ -156,7 +156,8 @@ def verify(
         chosen, out = jnp.take_along_axis(chosen, rows, axis=1), out._replace(hidden=hidden, taps=taps)
     else:
         rows = jnp.broadcast_to(jnp.arange(most + 1), chosen.shape)
-        accepted = jnp.cumprod((drafts == chosen[:, :-1]).astype(jnp.int32), axis=1).sum(axis=1)
+        right = drafts == chosen[:, :-1]
+        accepted = jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     if out.new_rows is not None:
         out = out._replace(cache=kv_cache.append_rows(state.cache, out.new_rows, rows, start))
     return chosen, accepted + 1, out, positions
@@ -167,7 +168,7 @@ def _round(spec: DecodeSpec, weights: Weights, state: DecodeState) -> DecodeStat
     chosen, count, out, positions = verify(spec, weights, state, drafts)
     # A stop token ends the row inside the block, before the length limit is looked at.
     stops = _is_stop(weights, chosen)
-    first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), chosen.shape[1])
+    first_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), chosen.shape[1]).astype(jnp.int32)
     stopped = first_stop < count
     count = jnp.minimum(jnp.minimum(count, first_stop + 1), state.limit - state.length)
     stopped &= first_stop < count

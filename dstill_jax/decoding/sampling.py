@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dstill_jax.errors import UserError
+from dstill_jax.errors import UserError, number, whole
+from dstill_jax.keys import key_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class SamplingConfig:
     top_p: float | None = None  # then the smallest set whose probability reaches p
 
     def __post_init__(self) -> None:
+        number("temperature", self.temperature)
         if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
             raise UserError(f"temperature={self.temperature} must be 0 (greedy) or a number from 0.0001 on")
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and whole("top_k", self.top_k) < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1; leave it out to keep every token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
             raise UserError(f"top_p={self.top_p} must be in (0, 1]; leave it out to keep every token")
 
     @property
@@ -57,7 +59,7 @@ def filter_logits(logits: Float[Array, "*batch V"], draw: Draw) -> Float[Array, 
 
     Nothing is sorted: the lowest logit to keep is found bit by bit, each bit a sum over the vocabulary.
     """
-    logits = logits + 0.0  # -0 and 0 are one number
+    logits = jnp.where(logits == 0, 0.0, logits)  # -0 and 0 are one number
 
     def keep_k(x: Array) -> Array:
         return jnp.where(_reaching(x, jnp.ones_like(x), draw.top_k), x, -jnp.inf)
@@ -91,7 +93,7 @@ def position_noise(keys: UInt32[Array, "B 2"], positions: Int[Array, "B N"], voc
     """Gumbel noise [B, N, V] of each absolute position of each request."""
 
     def one(key: Array, position: Array) -> Array:
-        folded = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+        folded = jax.random.fold_in(key_of(key), position)
         return jax.random.gumbel(folded, (vocab_size,), jnp.float32)
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, positions)

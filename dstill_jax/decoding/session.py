@@ -8,19 +8,21 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dstill_jax.config import check_drafter_matches
 from dstill_jax.decoding.proposers import Autoregressive, BlockDiffusion, DiffusionTree, PromptLookup
 from dstill_jax.decoding.rounds import decode_rounds, prefill
 from dstill_jax.decoding.sampling import Draw, SamplingConfig
-from dstill_jax.decoding.state import DecodeSpec, DecodeState, DraftHead, Proposer, Weights, init_state
+from dstill_jax.decoding.state import STOP_SLOTS, DecodeSpec, DecodeState, DraftHead, Proposer, Weights, init_state
 from dstill_jax.decoding.trees import check_budget
 from dstill_jax.dims import Params
-from dstill_jax.errors import UserError
+from dstill_jax.errors import UserError, number, whole
+from dstill_jax.keys import seed_key
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.layers import store_output_first
@@ -28,10 +30,10 @@ from dstill_jax.models.target import Target
 from dstill_jax.refinement import check_order
 
 METHODS = ("autoregressive", "lookup", "dflash", "refine", "ddtree")
-_BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this
+_BUCKET = 32  # prompt lengths and capacities are rounded up to multiples of this, long ones of more
 # Rows of one prefill pass: as many as it takes until arithmetic, not reading the weights, sets its time.
 _PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 2048, 96
-_STOP_SLOTS = 8
+_PREFILL_SCORES = 1 << 27  # attention scores of one layer in one pass: half a gigabyte
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Request:
     seed: int = 0
 
     def key_data(self) -> np.ndarray:
-        return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed), self.id)))
+        return np.asarray(jax.random.key_data(jax.random.fold_in(seed_key(self.seed), self.id)))
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,17 @@ class Clock:
 
     prefill: float = 0.0
     decode: float = 0.0
-    rounds: int = field(default=0)
 
 
-def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Proposer:
-    """The proposer of a named method.
+def make_proposer(method: str | None, drafter: Drafter | None, **options: object) -> Proposer:
+    """The proposer of a named method; None is "dflash" where there is a drafter and "autoregressive" where not.
 
-    Options: draft_tokens (W; default K - 1, lookup 7), and for refine passes (default K - 1), order, threshold;
+    Options: draft_tokens (W; default K - 1, lookup 7), and for refine passes (1..W, default W), order, threshold;
     for lookup max_ngram; for ddtree tree_budget (nodes of the tree, 1..1023, default 16). An option that the method
     does not read is an error.
     """
+    if method is None:
+        method = "autoregressive" if drafter is None else "dflash"
     if method not in METHODS:
         raise UserError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
     allowed = {
@@ -88,11 +91,11 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
     options = {name: value for name, value in options.items() if value is not None}
     if method == "autoregressive":
         return Autoregressive()
-    width = _whole("draft_tokens", options.get("draft_tokens", 7 if method == "lookup" else 0))
+    width = whole("draft_tokens", options.get("draft_tokens", 7 if method == "lookup" else 0))
     if method == "lookup":
         if width < 1:
             raise UserError(f"draft_tokens={width} must be at least 1")
-        ngram = _whole("max_ngram", options.get("max_ngram", 3))
+        ngram = whole("max_ngram", options.get("max_ngram", 3))
         if ngram < 1:
             raise UserError(f"max_ngram={ngram} must be at least 1")
         return PromptLookup(width, ngram)
@@ -106,33 +109,19 @@ def make_proposer(method: str, drafter: Drafter | None, **options: object) -> Pr
         return BlockDiffusion(width)
     if method == "ddtree":
         return DiffusionTree(width, check_budget(options.get("tree_budget", 16)))
-    passes = _whole("passes", options.get("passes", width))
+    passes = whole("passes", options.get("passes", width))
     order = str(options.get("order", "left_to_right"))
     check_order(order, passes, options.get("threshold"))
-    threshold = options.get("threshold", 0.9)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-        raise UserError(f"threshold={threshold!r} must be a number between 0 and 1")
-    return BlockDiffusion(width, min(passes, width), order, float(threshold))  # type: ignore[arg-type]
-
-
-def _whole(name: str, value: object) -> int:
-    """A whole number, or a UserError that names it: 2.7 drafted tokens are a mistake, not 2."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise UserError(f"{name}={value!r} must be a whole number")
-    return int(value)
+    if passes > width:
+        raise UserError(f"passes={passes} is more than the {width} slots that are drafted, one of them a pass at least")
+    if not 0 <= (threshold := number("threshold", options.get("threshold", 0.9))) <= 1:
+        raise UserError(f"threshold={threshold} must be between 0 and 1")
+    return BlockDiffusion(width, passes, order, threshold)  # type: ignore[arg-type]
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
     """Raises UserError when a drafter cannot belong to this target."""
-    for name in ("vocab_size", "hidden_size"):
-        ours, theirs = getattr(target.config, name), getattr(drafter.config, name)
-        if ours != theirs:
-            raise UserError(f"drafter has {name}={theirs}, target has {ours}: it was made for another target")
-    if drafter.config.num_target_layers != target.config.num_layers:
-        raise UserError(
-            f"drafter expects a target of {drafter.config.num_target_layers} layers, this one has"
-            f" {target.config.num_layers}"
-        )
+    check_drafter_matches(drafter.config, target.config)
     if drafter.target_fingerprint is not None and drafter.target_fingerprint != target.fingerprint:
         raise UserError(
             f"drafter was trained on target {drafter.target_fingerprint[:12]}, this one is {target.fingerprint[:12]};"
@@ -151,7 +140,9 @@ def _draft_weights(target: Target, drafter: Drafter) -> tuple[Params, DraftHead 
 
 
 def _bucket(n: int) -> int:
-    return -(-n // _BUCKET) * _BUCKET
+    """n rounded up, by a quarter at most from 128 on: prompts of all lengths share few compiled programs."""
+    step = max(_BUCKET, 1 << max(n.bit_length() - 3, 0))
+    return -(-n // step) * step
 
 
 class Session:
@@ -162,7 +153,7 @@ class Session:
         target: Target,
         *,
         drafter: Drafter | None = None,
-        method: str = "autoregressive",
+        method: str | None = None,
         batch_size: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -173,8 +164,13 @@ class Session:
         **method_options: object,
     ) -> None:
         """`shared_prefix`: tokens with which every prompt begins, computed once for all of them."""
+        if not isinstance(target, Target) or not isinstance(drafter, Drafter | None):
+            raise UserError(
+                f"target is a {type(target).__name__}, drafter a {type(drafter).__name__}; load them first, with"
+                " load_target(folder) and load_drafter(folder, target)"
+            )
         proposer = make_proposer(method, drafter, **method_options)
-        if method in ("autoregressive", "lookup"):
+        if isinstance(proposer, Autoregressive | PromptLookup):
             drafter = None
         if drafter is not None:
             check_pair(target, drafter)
@@ -183,15 +179,15 @@ class Session:
                     f"record_taps={record_taps} must contain the drafter's {drafter.config.target_layer_ids}"
                 )
         for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-            if _whole(name, value) < 1:
+            if whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
         if isinstance(stop_token_ids, int | np.integer):
             raise UserError(f"stop_token_ids={stop_token_ids} must be a list of token ids, such as [{stop_token_ids}]")
         stops = tuple(target.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        if len(stops) > _STOP_SLOTS:
-            raise UserError(f"{len(stops)} stop tokens; at most {_STOP_SLOTS} are supported")
+        if len(stops) > STOP_SLOTS:
+            raise UserError(f"{len(stops)} stop tokens; at most {STOP_SLOTS} are supported")
         for stop in stops:
-            if not 0 <= _whole("stop_token_ids", stop) < target.config.vocab_size:
+            if not 0 <= whole("stop_token_ids", stop) < target.config.vocab_size:
                 raise UserError(f"stop_token_ids has {stop}, outside the vocabulary of {target.config.vocab_size}")
         if max_prompt_tokens + max_new_tokens > target.config.max_position_embeddings:
             raise UserError(
@@ -201,11 +197,13 @@ class Session:
         self.target, self.drafter = target, drafter
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         self.max_prompt_tokens = max_prompt_tokens
-        self.capacity = _bucket(max_prompt_tokens + max_new_tokens + proposer.draft_tokens + 1)
+        # Of a whole block, however little of it is drafted: methods that share a drafter share the compiled prefill.
+        slots = proposer.draft_tokens if drafter is None else drafter.config.block_size - 1
+        self.capacity = _bucket(max_prompt_tokens + max_new_tokens + slots + 1)
         self.spec = DecodeSpec.make(
             target.config, None if drafter is None else drafter.config, proposer, sampling, record_taps
         )
-        # Nothing is proposed while a prompt is read: methods that share a drafter share the compiled prefill.
+        # Nothing is proposed while a prompt is read.
         self._prefill_spec = dataclasses.replace(self.spec, proposer=Autoregressive())
         drafter_params, draft_head = (None, None) if drafter is None else _draft_weights(target, drafter)
         self.weights = Weights(
@@ -213,7 +211,7 @@ class Session:
             drafter_params,
             draft_head,
             Draw.of(sampling),
-            jnp.asarray((*stops, *[-1] * (_STOP_SLOTS - len(stops))), jnp.int32),
+            jnp.asarray((*stops, *[-1] * (STOP_SLOTS - len(stops))), jnp.int32),
         )
         self.clock = Clock()
         self.shared_prefix = list(shared_prefix)
@@ -243,7 +241,8 @@ class Session:
             prompts[i, : n - seen], lengths[i], limits[i] = request.tokens[seen:], n, n + self.max_new_tokens
             keys[i], places[i] = request.key_data(), row
         together = _PREFILL_TOKENS_CPU if jax.default_backend() == "cpu" else _PREFILL_TOKENS
-        chunk = min(N, max(_BUCKET, together // P))
+        scores = P * self.target.config.num_heads * (seen + N)
+        chunk = min(N, max(_BUCKET, min(together // P, _PREFILL_SCORES // scores)))
         arrays = (places, prompts, lengths, limits, keys)
         state = prefill(self._prefill_spec, self.weights, state, self._prefix, *arrays, chunk)
         state.length.block_until_ready()

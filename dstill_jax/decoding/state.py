@@ -15,6 +15,8 @@ from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import ContextKV
 from dstill_jax.models.kv_cache import KVCache
 
+STOP_SLOTS = 8  # stop tokens that a session has room for
+
 
 class DraftHead(NamedTuple):
     """The head for the tokens that a drafter was trained to draft."""
@@ -30,7 +32,7 @@ class Weights(NamedTuple):
     drafter: Params | None
     draft_head: DraftHead | None  # None: the drafter drafts with the target's whole head
     draw: Draw
-    stop_token_ids: Int[Array, "M"]  # padded with -1, which is no token
+    stop_token_ids: Int[Array, "M"]  # STOP_SLOTS of them, padded with -1, which is no token
 
 
 class DecodeState(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dstill_jax.errors import UserError
+from dstill_jax.errors import UserError, whole
 from pallas_kernels.tree_attention import ancestor_words
 
 _MOST_NODES = 1023  # with the root, as many rows as one verification pass takes
@@ -61,9 +61,9 @@ def build_tree(draft_logits: Float[Array, "*batch W V"], budget: int) -> DraftTr
 
 def check_budget(budget: object) -> int:
     """A number of nodes, or a UserError that says what is wrong with it."""
-    if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or not 1 <= budget <= _MOST_NODES:
-        raise UserError(f"tree_budget={budget!r} must be a whole number between 1 and {_MOST_NODES}, the root apart")
-    return int(budget)
+    if not 1 <= (nodes := whole("tree_budget", budget)) <= _MOST_NODES:
+        raise UserError(f"tree_budget={nodes} must be between 1 and {_MOST_NODES}, the root apart")
+    return nodes
 
 
 @functools.partial(jax.jit, static_argnames="budget")

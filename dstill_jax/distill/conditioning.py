@@ -169,12 +169,14 @@ def score(
     blocks = data.blocks
     B, A, K = blocks.tokens.shape
     labels = to_columns(frozen, blocks.tokens)
-    counted = blocks.scored & ~revealed & (labels >= 0)
+    verified = blocks.scored & ~revealed
     if teacher is not None and teacher.wanted is not None:
-        counted &= teacher.wanted
+        verified &= teacher.wanted
+    counted = verified & (labels >= 0)  # a token outside the training vocabulary is an error that teaches nothing
     losses = _slot_losses(task, frozen, loss, data, hidden, labels, teacher)
+    probability = jnp.where(counted, jnp.exp(-losses.data_ce), 0.0)
     weights = weights_lib.slot_weights(
-        loss, blocks_lib.masked_rank(revealed), counted, losses.correct, jnp.exp(-losses.data_ce), progress
+        loss, blocks_lib.masked_rank(revealed), counted, verified, losses.correct, probability, progress
     )
     gates, later = _gates(loss, blocks, teacher)
     total = jnp.zeros((B, A, K), jnp.float32)
@@ -186,7 +188,7 @@ def score(
     for term, values in terms.items():
         if values is not None and loss.uses(term):
             total = total + weights_lib.term_weights(loss, term, K) * gates.get(term, 1.0) * values
-    of_blocks = _block_losses(loss.whole, losses, counted, weights, contrasted, gates)
+    of_blocks = _block_losses(loss.whole, losses, counted, verified, weights, contrasted, gates)
     # One-pass acceptance is meaningful only where nothing was revealed.
     full = blocks.valid & ~revealed[..., 1:].any(-1)
     accepted = blocks_lib.accepted_prefix(losses.correct, blocks.scored)
@@ -207,6 +209,7 @@ def _block_losses(
     terms: BlockTerms,
     losses: SlotLosses,
     counted: Bool[Array, "B A K"],
+    verified: Bool[Array, "B A K"],
     weights: Float[Array, "B A K"],
     contrasted: Contrasted | None,
     gates: dict[str, Float[Array, "B A K"]],
@@ -215,9 +218,9 @@ def _block_losses(
     total = jnp.zeros(weights.shape[:-1], jnp.float32)
     mass = weights.sum(-1)
     if terms.first_error:
-        total += terms.first_error * first_error_loss(losses.data_ce, losses.correct, counted, weights)
+        total += terms.first_error * first_error_loss(losses.data_ce, losses.correct, counted, verified, weights)
     if terms.chain:
-        total += mass * terms.chain * chain_loss(losses.data_ce, counted)
+        total += mass * terms.chain * chain_loss(losses.data_ce, counted, verified)
     if contrasted is not None:  # the teacher's completion is raised where its tokens are taught at all
         total += mass * contrast_loss(terms, contrasted, weights * gates["hard_ce"], weights)
     return total

@@ -58,6 +58,11 @@ class CurriculumConfig:
             raise UserError(f"CurriculumConfig.kind={self.kind!r}; choose one of {', '.join(get_args(CurriculumKind))}")
         if not 0 < self.fraction <= 1 or self.power < 0 or not 0 <= self.replay <= 1:
             raise UserError(f"CurriculumConfig out of range: {self}")
+        if self.replay and self.kind in ("full", "fixed", "cyclic"):
+            raise UserError(
+                f"CurriculumConfig.replay={self.replay} begins where a curriculum has ended, and kind={self.kind!r} has no"
+                " end; set it to 0, or give another kind"
+            )
 
 
 def _slotwise() -> LossConfig:

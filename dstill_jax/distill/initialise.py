@@ -1,6 +1,6 @@
 """How a drafter begins: its shape, its first weights, the scale of its inputs and the vocabulary it trains on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -44,11 +44,16 @@ class DrafterShape:
                 raise UserError(f"init_from_layers={self.init_from_layers} must be within 0..{target.num_layers - 1}")
             if self.intermediate_size not in (None, target.intermediate_size):
                 raise UserError("init_from_layers copies whole layers: leave intermediate_size to the target's")
-        ids = self.target_layer_ids or default_target_layer_ids(target.num_layers, self.num_taps)
+        ids = self.target_layer_ids
+        if ids is None:
+            ids = default_target_layer_ids(target.num_layers, self.num_taps)
+        elif self.num_taps not in (type(self).num_taps, len(ids)):
+            raise UserError(f"num_taps={self.num_taps} and target_layer_ids={ids} contradict each other; leave one out")
+        width = target.intermediate_size if self.intermediate_size is None else self.intermediate_size
         return DrafterConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=self.intermediate_size or target.intermediate_size,
+            intermediate_size=width,
             num_layers=self.num_layers,
             num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads,
@@ -74,7 +79,7 @@ def tap_scale(features: Float[np.ndarray, "tokens T*D"]) -> Float[np.ndarray, "T
     return (1.0 / np.maximum(deviation, 1e-3 * max(float(deviation.mean()), 1e-9))).astype(np.float32)
 
 
-def training_vocabulary(token_lists: Sequence[np.ndarray], vocab_size: int, size: int) -> Int[np.ndarray, "V'"]:
+def training_vocabulary(token_lists: Iterable[np.ndarray], vocab_size: int, size: int) -> Int[np.ndarray, "V'"]:
     """The `size` most frequent token ids of some texts, ascending; unseen ids fill up from the lowest.
 
     Raises UserError when `size` is not in 1 .. vocab_size.

@@ -85,11 +85,11 @@ def measure(
     rest = requests[timed:]
     share = rest[hosts.index() :: hosts.count()]
     steps = _Steps(len(arms) * (len(share) + timed), report if hosts.first() else None)
+    sessions = [_session(target, arm, prompts, config, 1) for arm in arms]  # all of them are sound, before any decodes
     batched = [
         _decode_all(_session(target, arm, prompts, config, config.batch_size), share, steps) if rest else []
         for arm in arms
     ]
-    sessions = [_session(target, arm, prompts, config, 1) for arm in arms]
     alone = _decode_alone(sessions, requests[:timed], steps)
     completions = [[c for c, _ in mine] + others for mine, others in zip(alone, batched, strict=True)]
     prompts_hash = hash_prompts(prompts)

@@ -153,11 +153,16 @@ def speedup_series(
 ) -> dict[str, list[tuple[int, Interval]]]:
     """Timed arms grouped by weights, method, passes and temperature; groups of one drafted length are left out."""
     groups: dict[str, list[tuple[int, Interval]]] = {}
+    methods: dict[str, set[str]] = {}
+    for arm in _drafting(result):
+        methods.setdefault(arm.drafter, set()).add(arm.method)
     for arm in _drafting(result):
         interval = result.speedup(arm, bootstrap)
         if interval is None:
             continue
         label = arm.drafter or arm.method
+        if arm.drafter and len(methods[arm.drafter]) > 1:
+            label += f", {arm.method}"
         if arm.passes > 1:
             label += f", {arm.passes} passes"
         if arm.temperature:

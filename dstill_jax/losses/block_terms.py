@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float
 from dstill_jax.losses.config import BlockTerms
 from dstill_jax.losses.weights import before_first_error
 
+_NEVER = 1e9  # the cross-entropy of what cannot be drafted, finite so that gradients are
+
 
 class Contrasted(NamedTuple):
     """Log-probabilities of two completions of a block, under the student and under the model it started from."""
@@ -26,23 +28,28 @@ def first_error_loss(
     data_ce: Float[Array, "B A K"],
     correct: Bool[Array, "B A K"],
     counted: Bool[Array, "B A K"],
+    verified: Bool[Array, "B A K"],
     weights: Float[Array, "B A K"],
 ) -> Float[Array, "B A"]:
-    """The weighted cross-entropy of the first counted slot that the drafter has wrong; 0 without one.
+    """The weighted cross-entropy of the first verified slot that the drafter has wrong; 0 without one that counts.
 
     Focal loss of arXiv 2606.11552: which slot it is carries no gradient.
     """
-    at_error = before_first_error(correct, counted) & ~correct & counted
+    at_error = before_first_error(correct, verified) & ~correct & counted
     return jnp.where(at_error, weights * data_ce, 0.0).sum(-1)
 
 
-def chain_loss(data_ce: Float[Array, "B A K"], counted: Bool[Array, "B A K"]) -> Float[Array, "B A"]:
+def chain_loss(
+    data_ce: Float[Array, "B A K"], counted: Bool[Array, "B A K"], verified: Bool[Array, "B A K"]
+) -> Float[Array, "B A"]:
     """Mean over counted slots j of 1 - P_j, P_j the chance that a draw from the draft is right up to j: in [0, 1].
 
-    The expected accepted length is the sum of the P_j (chain term of arXiv 2606.11552). Slots that are not counted do
-    not break the chain. Its gradient is that of D-PACE without smoothing.
+    The expected accepted length is the sum of the P_j (chain term of arXiv 2606.11552). Slots that are not
+    verified do not break the chain; those that are and do not count, which the drafter cannot have right, end it. Its
+    gradient is that of D-PACE without smoothing.
     """
-    reached = jnp.exp(-jnp.cumsum(jnp.where(counted, data_ce, 0.0), axis=-1))
+    steps = jnp.where(counted, data_ce, jnp.where(verified, _NEVER, 0.0))
+    reached = jnp.exp(-jnp.cumsum(steps, axis=-1))
     return jnp.where(counted, 1.0 - reached, 0.0).sum(-1) / jnp.maximum(counted.sum(-1), 1)
 
 

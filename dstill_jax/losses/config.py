@@ -51,6 +51,10 @@ class BlockTerms:
         for name, value in vars(self).items():
             if value < 0:
                 raise UserError(f"BlockTerms.{name}={value} must not be negative; 0 switches a term off")
+        if self.ddo_beta != type(self).ddo_beta and not self.contrasts:
+            raise UserError(
+                f"BlockTerms.ddo_beta={self.ddo_beta} is read by ddo_real and ddo_fake only; set one, or leave it out"
+            )
         if self.ddo_beta == 0:
             raise UserError(
                 "BlockTerms.ddo_beta=0.0 compares nothing; give a positive number, or set ddo_real=ddo_fake=0"

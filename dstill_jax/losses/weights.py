@@ -13,28 +13,31 @@ def decay_weights(rank: Int[Array, "*batch K"], gamma: float) -> Float[Array, "*
 
 
 def dpace_weights(
-    label_probability: Float[Array, "*batch K"], counted: Bool[Array, "*batch K"], alpha: float
+    label_probability: Float[Array, "*batch K"],
+    counted: Bool[Array, "*batch K"],
+    verified: Bool[Array, "*batch K"],
+    alpha: float,
 ) -> Float[Array, "*batch K"]:
     """D-PACE: w_k = sum over j >= k of P_j, P_j = product over i <= j of ((1 - alpha) p_i + alpha).
 
-    Slots that are not counted neither shorten the survival of later ones nor add to the sum.
+    Slots that are not verified do not shorten the survival of later ones; those not counted do not add to the sum.
     """
-    smoothed = jnp.where(counted, (1 - alpha) * label_probability + alpha, 1.0)
+    smoothed = jnp.where(verified, (1 - alpha) * label_probability + alpha, 1.0)
     survival = jnp.cumprod(smoothed, axis=-1) * counted
     return jax.lax.stop_gradient(jnp.cumsum(survival[..., ::-1], axis=-1)[..., ::-1])
 
 
-def before_first_error(correct: Bool[Array, "*batch K"], counted: Bool[Array, "*batch K"]) -> Bool[Array, "*batch K"]:
-    """True up to and including the first counted slot that is wrong."""
-    wrong = (counted & ~correct).astype(jnp.int32)
+def before_first_error(correct: Bool[Array, "*batch K"], verified: Bool[Array, "*batch K"]) -> Bool[Array, "*batch K"]:
+    """True up to and including the first verified slot that is wrong."""
+    wrong = (verified & ~correct).astype(jnp.int32)
     return jnp.cumsum(wrong, axis=-1) - wrong == 0
 
 
 def auf_weights(
-    correct: Bool[Array, "*batch K"], counted: Bool[Array, "*batch K"], residual: Float[Array, ""] | float
+    correct: Bool[Array, "*batch K"], verified: Bool[Array, "*batch K"], residual: Float[Array, ""] | float
 ) -> Float[Array, "*batch K"]:
     """1 while the drafter's own prefix is right, `residual` after its first error: the slots a verifier never reaches."""
-    return jnp.where(before_first_error(correct, counted), 1.0, residual)
+    return jnp.where(before_first_error(correct, verified), 1.0, residual)
 
 
 def auf_residual(config: LossConfig, progress: Float[Array, ""]) -> Float[Array, ""]:
@@ -49,19 +52,25 @@ def slot_weights(
     config: LossConfig,
     rank: Int[Array, "B A K"],
     counted: Bool[Array, "B A K"],
+    verified: Bool[Array, "B A K"],
     correct: Bool[Array, "B A K"],
     label_probability: Float[Array, "B A K"],
     progress: Float[Array, ""],
 ) -> Float[Array, "B A K"]:
-    """The weight of each slot; zero where not counted. `progress` is the share of training done."""
+    """The weight of each slot; zero where not counted. `progress` is the share of training done.
+
+    Args:
+      verified: slots at which the drafter can be wrong: those that count, and those whose token it cannot draft.
+      label_probability: 0 there.
+    """
     if config.weighting == "decay":
         weights = decay_weights(rank, config.gamma)
     elif config.weighting == "uniform":
         weights = jnp.ones(rank.shape, jnp.float32)
     elif config.weighting == "dpace":
-        weights = dpace_weights(label_probability, counted, config.dpace_alpha)
+        weights = dpace_weights(label_probability, counted, verified, config.dpace_alpha)
     else:
-        weights = auf_weights(correct, counted, auf_residual(config, progress))
+        weights = auf_weights(correct, verified, auf_residual(config, progress))
     return jax.lax.stop_gradient(jnp.where(counted, weights, 0.0))
 
 

@@ -18,7 +18,7 @@ from dstill_jax.config import DrafterConfig, TargetConfig
 from dstill_jax.decoding.proposers import BlockDiffusion
 from dstill_jax.decoding.rounds import decode_rounds
 from dstill_jax.decoding.sampling import Draw, SamplingConfig
-from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state
+from dstill_jax.decoding.state import STOP_SLOTS, DecodeSpec, DecodeState, Weights, init_state
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
@@ -30,8 +30,6 @@ from dstill_jax.runs import RunConfig
 from dstill_jax.sharding.activations import use_mesh
 from dstill_jax.sharding.mesh import MeshConfig, build_mesh, check_model_divides
 from dstill_jax.sharding.rules import to_spec, tree_shardings
-
-_STOP_TOKENS = 8
 
 
 def plan_decoding(
@@ -145,7 +143,7 @@ def _weights(target: TargetConfig, drafter: DrafterConfig, mesh: Mesh, dtype: jn
     whole = NamedSharding(mesh, PartitionSpec())
     draw, stops = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        jax.eval_shape(lambda: (Draw.of(SamplingConfig()), jnp.zeros(_STOP_TOKENS, jnp.int32))),
+        jax.eval_shape(lambda: (Draw.of(SamplingConfig()), jnp.zeros(STOP_SLOTS, jnp.int32))),
     )
     return Weights(placed[0], placed[1], None, draw, stops)
 

@@ -14,6 +14,7 @@ disk, or a bucket (gs://...).
 import contextlib
 import importlib.metadata
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
@@ -247,8 +248,9 @@ def _preservation(keep_last: int, keep_best: tuple[str, str] | None) -> Any:
     if keep_best is None:
         return newest
     metric, mode = keep_best
+    worst = math.inf if mode == "min" else -math.inf  # checkpoints of before, which another metric was to judge
     best = policies.BestN(
-        get_metric_fn=lambda metrics: metrics[metric],
+        get_metric_fn=lambda metrics: metrics.get(metric, worst),
         reverse=mode == "min",
         n=1,
         keep_checkpoints_without_metrics=False,

@@ -6,24 +6,30 @@ Used by `loop.py`; the command line catches `Interrupted`.
 import os
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jax.experimental import multihost_utils
 
 from dstill_jax.sharding import hosts
 
+T = TypeVar("T")
+
 
 class Interrupted(Exception):
     """A run stopped at a signal, with everything saved. Running the same command again continues it."""
 
-    def __init__(self, signum: int, step: int, total_steps: int, checkpoint: Path | None, note: str = "") -> None:
+    def __init__(
+        self, signum: int, step: int = 0, total_steps: int = 0, checkpoint: Path | None = None, note: str = ""
+    ) -> None:
+        """Without steps: between two runs."""
         self.signum, self.step, self.total_steps, self.checkpoint = signum, step, total_steps, checkpoint
         saved = "nothing to save yet" if checkpoint is None else f"saved in {checkpoint}"
+        where = f"after step {step} of {total_steps}, {saved}" if total_steps else "between two runs"
         super().__init__(
-            f"stopped by {signal.Signals(signum).name} after step {step} of {total_steps}, {saved}{note and '; ' + note};"
-            " run the same command again to resume"
+            f"stopped by {signal.Signals(signum).name} {where}{note and '; ' + note}; run the same command again to resume"
         )
 
 
@@ -32,6 +38,8 @@ class StopSignals:
 
     A signal during compilation, evaluation or saving is thus kept until the next step ends. A second SIGINT raises
     `KeyboardInterrupt` at once: the last checkpoint is what remains. Outside the main thread it does nothing.
+
+    One inside another hands on what came; see `stop_between`.
 
     In a job of several processes SIGTERM is left to jax's preemption service, which has all of them stop after the same
     step whichever was asked to; SIGINT is passed on to it.
@@ -51,6 +59,9 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, StopSignals) and outer.signum is None:
+                outer.signum = self.signum  # it came too late for what has ended here, not for what comes next
         self._previous.clear()
 
     def _received(self, signum: int, _: FrameType | None) -> None:
@@ -65,3 +76,12 @@ class StopSignals:
         if not self._shared:
             return self.signum
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+
+
+def stop_between(runs: Iterable[T]) -> Iterator[T]:
+    """Gives each run in turn, unless a signal came too late to stop the one before: then `Interrupted` is raised."""
+    with StopSignals() as signals:
+        for run in runs:
+            if signals.signum is not None:
+                raise Interrupted(signals.signum)
+            yield run

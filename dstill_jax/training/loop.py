@@ -149,20 +149,20 @@ class _Run:
                 values = self._recorder.flush()  # raises on a bad step, so a checkpoint is always of a good one
                 last = done == total or stop is not None
                 checkpoint = self._store.save(state, self._identity, values, wait=last)
-                self._check_judge(values)
+                self._check_judge(metrics, values)
             if stop is not None and done < total:
                 raise Interrupted(stop, done, total, checkpoint, self._store.describe_best())
             if saves or self._on_step is not None:
                 clock.restart()
         return state
 
-    def _check_judge(self, values: dict[str, float]) -> None:
-        """What `on_step` measures may come now and then; all else is there at every step, or misspelt."""
-        judge = self._config.keep_best
-        if judge is not None and judge[0] not in values and self._on_step is None:
+    def _check_judge(self, metrics: Metrics, values: dict[str, float]) -> None:
+        """What `on_step` measures may come now and then, and a step may count nothing; all else is misspelt."""
+        judge, known = self._config.keep_best, {*values, *(f"train/{name}" for name in metrics)}
+        if judge is not None and judge[0] not in known and self._on_step is None:
             raise UserError(
                 f"TrainConfig.keep_best={judge!r}: this run measures no {judge[0]!r}; choose one of"
-                f" {', '.join(sorted(values))}, and run the same command again to go on from the last checkpoint"
+                f" {', '.join(sorted(known))}, and run the same command again to go on from the last checkpoint"
             )
 
 

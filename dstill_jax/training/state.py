@@ -21,11 +21,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dstill_jax.dims import Params
+from dstill_jax.keys import key_of, seed_key
 from dstill_jax.training.optimizer import Optimizer, require_float32
 
 TrainState = dict[str, Any]
-
-_KEY_IMPL = "threefry2x32"  # named, so that a process-wide default cannot change a resumed run
 
 
 def init_state(params: Params, optimizer: Optimizer, seed: int) -> TrainState:
@@ -43,13 +42,13 @@ def init_state(params: Params, optimizer: Optimizer, seed: int) -> TrainState:
         "ema": _copy(params),
         "step": jnp.zeros((), jnp.int32),
         "updates": jnp.zeros((), jnp.int32),
-        "rng": jax.random.key_data(jax.random.key(seed, impl=_KEY_IMPL)),
+        "rng": jax.random.key_data(seed_key(seed)),
     }
 
 
 def base_key(state: TrainState) -> jax.Array:
     """The typed key from which every step's key is folded."""
-    return jax.random.wrap_key_data(state["rng"], impl=_KEY_IMPL)
+    return key_of(state["rng"])
 
 
 def update_ema(ema: Params, params: Params, updates: Int[Array, ""], max_decay: float) -> Params:

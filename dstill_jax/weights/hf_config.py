@@ -5,7 +5,7 @@ Called by `load`, by converters that write model folders, and by exporters.
 
 from typing import Any
 
-from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.config import DrafterConfig, TargetConfig, check_drafter_matches
 from dstill_jax.errors import UserError
 from dstill_jax.weights._fields import (
     optional_bool,
@@ -241,37 +241,6 @@ def drafter_config_dict(config: DrafterConfig, target_config: TargetConfig, dtyp
         "is_causal": config.causal,
         _NESTED: {**own, "causal": config.causal},
     }
-
-
-def check_drafter_matches(config: DrafterConfig, target: TargetConfig) -> None:
-    """Stop unless the drafter was made for a target of this shape; the error names both values.
-
-    Raises:
-      UserError: on vocabulary, width, number of target layers, tapped layers or mask token.
-    """
-    for ours, theirs in (
-        ("vocab_size", "vocab_size"),
-        ("hidden_size", "hidden_size"),
-        ("num_target_layers", "num_layers"),
-    ):
-        if getattr(config, ours) != getattr(target, theirs):
-            raise UserError(
-                f"the drafter has {ours}={getattr(config, ours)} but the target has {theirs}={getattr(target, theirs)};"
-                " use the target that the drafter was trained for"
-            )
-    for i in config.target_layer_ids:
-        if not 0 <= i < target.num_layers:
-            raise UserError(f"the drafter taps layer {i} but the target has layers 0..{target.num_layers - 1}")
-    if not 0 <= config.mask_token_id < target.vocab_size:
-        raise UserError(
-            f"the drafter's mask_token_id={config.mask_token_id} is outside the target's"
-            f" {target.vocab_size} embedding rows"
-        )
-    if config.mask_token_id in target.eos_token_ids:
-        raise UserError(
-            f"the drafter's mask_token_id={config.mask_token_id} is an end-of-text token of the target"
-            f" {target.eos_token_ids}; the mask must be a token that text never contains"
-        )
 
 
 def _own_setting(config: dict, key: str, required: bool = True) -> Any:

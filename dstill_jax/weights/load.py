@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dstill_jax.config import DrafterConfig, TargetConfig
+from dstill_jax.config import DrafterConfig, TargetConfig, check_drafter_matches
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Drafter
@@ -24,7 +24,6 @@ from dstill_jax.models.target import Target
 from dstill_jax.weights.embedded import EMBEDDED_TARGETS, resolve
 from dstill_jax.weights.folders import read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
-    check_drafter_matches,
     drafter_config_dict,
     generation_eos_token_ids,
     parse_drafter_config,
@@ -112,7 +111,7 @@ def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, Weight
 def load_drafter(
     path_or_hub_id: str | os.PathLike[str],
     target: Target | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Drafter:
     """A drafter in the public DFlash layout.
@@ -121,13 +120,14 @@ def load_drafter(
       path_or_hub_id: a folder with `config.json` and `model.safetensors`, the folder of a run of `dstill train`, or a
         hub id.
       target: when given, the drafter must have been made for a target of this shape.
-      dtype: of the parameters: "float32", "bfloat16" or "float16".
+      dtype: of the parameters: "float32", "bfloat16" or "float16"; None: as the target's, float32 without one.
       mesh: spread the parameters over it, as in `load_target`.
 
     Raises:
       UserError: the folder cannot be represented exactly, or does not fit the target; both values are named.
     """
-    wanted = numpy_dtype(dtype)
+    loaded = target is not None and bool(target.params)
+    wanted = numpy_dtype(dtype or (str(target.dtype) if loaded else "float32"))
     inner = Path(path_or_hub_id) / "drafter"
     folder = resolve_folder(inner if (inner / CONFIG_FILE).exists() else path_or_hub_id)
     with _blaming(folder / CONFIG_FILE):

@@ -20,6 +20,7 @@ import numpy as np
 from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
+from dstill_jax.keys import seed_key
 from dstill_jax.weights import tiny_corpus
 from dstill_jax.weights.byte_bpe import train_tokenizer, write_tokenizer_files
 from dstill_jax.weights.cache_folder import locked, new_folder
@@ -198,7 +199,7 @@ def _train(
         return optax.apply_updates(params, updates), state, loss
 
     # Compiled once instead of operation by operation.
-    params = jax.jit(functools.partial(init_params, target_config))(jax.random.key(config.seed))
+    params = jax.jit(functools.partial(init_params, target_config))(seed_key(config.seed))
     state = jax.jit(optimiser.init)(params)
     random = np.random.default_rng(config.seed)
     for step in range(1, config.steps + 1):

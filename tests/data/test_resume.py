@@ -57,6 +57,17 @@ def kill_midway(config, lines, seconds=0.05):
     assert process.wait() == -signal.SIGKILL, "it had finished already"
 
 
+def test_a_killed_process_loses_no_answer_that_was_added(tmp_path):
+    """However soon after the one before it came: answers end in bursts, and the next burst may be minutes away."""
+    writer = ShardWriter(tmp_path, feature_width=2, interval=3600)
+    for i in range(5):
+        writer.add(Answer(i, 1, [i, 7, 8], "stop"), np.full((2, 2), i, np.float16))
+    found = read_answers(tmp_path, 2)  # the writer is neither committed nor closed
+    assert {i: answer.tokens.tolist() for i, answer in found.items()} == {i: [i, 7, 8] for i in range(5)}
+    assert found[0].tokens.dtype == np.int32
+    writer.close()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_two_kills_change_no_byte(tmp_path, workers):
     settings = {"record_features": True, "tap_ids": (1, 4), "rows": 60}

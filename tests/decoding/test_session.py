@@ -168,7 +168,9 @@ def test_the_targets_own_stop_tokens_are_the_default(target):
     "changes, message",
     [
         ({"method": "magic"}, "method='magic'.*autoregressive, lookup, dflash, refine, ddtree"),
-        ({"passes": 3}, "method 'autoregressive' does not read passes"),
+        ({"passes": 3}, "method 'dflash' does not read passes"),
+        ({"method": "autoregressive", "passes": 3}, "method 'autoregressive' does not read passes"),
+        ({"method": "refine", "passes": 5}, "passes=5 is more than the 4 slots"),
         ({"method": "dflash", "threshold": 0.5}, "does not read threshold"),
         ({"method": "refine", "threshold": 0.5}, "threshold=0.5 is read by order='confidence' or 'prefix' only"),
         ({"method": "refine", "order": "quota", "threshold": 0.5}, "threshold=0.5.*this is 'quota'"),
@@ -223,9 +225,9 @@ def test_prompts_must_be_lists_with_something_in_them(target, prompts):
 
 def test_a_drafter_of_another_target_is_refused(target, drafter):
     for other, message in (
-        (random_target(vocab_size=41), "vocab_size=37, target has 41"),
-        (random_target(hidden_size=24), "hidden_size=16, target has 24"),
-        (random_target(num_layers=3), "target of 2 layers, this one has 3"),
+        (random_target(vocab_size=41), "vocab_size=37 but the target has vocab_size=41"),
+        (random_target(hidden_size=24), "hidden_size=16 but the target has hidden_size=24"),
+        (random_target(num_layers=3), "num_target_layers=2 but the target has num_layers=3"),
     ):
         with pytest.raises(UserError, match=message):
             Session(other, drafter=drafter, method="dflash", **SHAPE)

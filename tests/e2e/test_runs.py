@@ -158,6 +158,41 @@ def test_a_folder_of_another_run_is_refused(whole: dict[str, RunConfig]) -> None
         run_stage(dataclasses.replace(whole["stage1"], anchors_per_row=5))
 
 
+def test_a_run_goes_on_though_its_folders_have_moved(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """Target, data and drafters are known by what is in them, not by where they lie."""
+    moved = {"target": TARGET, "data": str(whole["stage2"].data), "start_from": str(whole["stage2"].start_from)}
+    for name, path in moved.items():
+        shutil.copytree(path, tmp_path / name)
+    shutil.copytree(whole["stage2"].out, tmp_path / "run")
+    before = drafter_bytes(whole["stage2"])
+    paths = {name: str(tmp_path / name) for name in moved}
+    config = dataclasses.replace(whole["stage2"], **paths, out=str(tmp_path / "run"))
+    run_stage(config)
+    assert drafter_bytes(config) == before
+
+
+def test_the_vocabulary_is_that_of_the_answers(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """Prompts hold other tokens, far more often, and what lies behind the end of a row is never drafted."""
+    tokens = np.concatenate([np.full(20, 150), np.resize([7, 8, 9], 30), np.full(50, 151)]).astype(np.int32)
+    write_dataset(tmp_path / "data" / "dataset", [Conversation("a", tokens, np.arange(100) >= 20)] * 2, {"inputs": {}})
+    batches = dataclasses.replace(whole["stage1"].batches, seq_len=50, mode="pad")
+    config = dataclasses.replace(stage_one(str(tmp_path / "data"), tmp_path / "run", 1), vocabulary=3, batches=batches)
+    run_stage(config)
+    assert load_drafter(f"{config.out}/drafter", load_target(TARGET)).vocabulary == (7, 8, 9)
+
+
+def test_a_mask_token_that_texts_contain_is_refused(whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    tokens = np.resize([7, 208, 9], 30).astype(np.int32)
+    write_dataset(tmp_path / "data" / "dataset", [Conversation("a", tokens, np.arange(30) >= 5)] * 2, {"inputs": {}})
+    with pytest.raises(UserError, match="mask_token_id=208 stands 10 times in row 0 of the data"):
+        run_stage(stage_one(str(tmp_path / "data"), tmp_path / "run", 1))
+
+
+def test_a_run_without_a_folder_is_refused(whole: dict[str, RunConfig]) -> None:
+    with pytest.raises(UserError, match="RunConfig.out is empty"):
+        dataclasses.replace(whole["stage1"], out="")
+
+
 def test_a_teacher_of_another_shape_is_refused(whole: dict[str, RunConfig], tmp_path: Path) -> None:
     other = dataclasses.replace(stage_one(whole["stage1"].data, tmp_path / "other", 1), new=DrafterShape(208, 1, 4, 2))
     run_stage(other)

@@ -48,6 +48,14 @@ def test_nothing_is_timed_when_nothing_is_asked_for(arms, quick_compilation) -> 
     assert result.arms[0].seconds is None and result.arms[0].tokens_per_second is None
 
 
+def test_an_arm_that_cannot_be_is_refused_before_any_decodes(arms) -> None:
+    target, arms = arms
+    wrong = Arm("a tree", "ddtree", arms[1].drafter, options={"tree_budget": 5000})
+    config = EvaluationConfig(max_new_tokens=12, timed_prompts=0)
+    with pytest.raises(UserError, match="tree_budget=5000"):
+        measure(target, [*arms, wrong], PROMPTS, config, prompts_name="", report=lambda *_: pytest.fail("decoded"))
+
+
 def test_responses_without_a_round_leave_nothing_to_measure(arms, quick_compilation) -> None:
     target, arms = arms
     with pytest.raises(UserError, match="max_new_tokens=1 leaves nothing to measure.*at least 2"):

@@ -117,6 +117,12 @@ def test_speedups_are_grouped_by_weights(result):
     assert {label: sorted(w for w, _ in points) for label, points in series.items()} == {"A4": [1, 3]}
 
 
+def test_a_tree_is_no_point_on_the_line_of_chains(result):
+    tree = dataclasses.replace(result.arm("A4"), name="tree", method="ddtree", drafted_length=3)
+    series = plots.speedup_series(EvaluationResult(result.metadata, (*result.arms, tree)))
+    assert {label: sorted(w for w, _ in points) for label, points in series.items()} == {"A4, dflash": [1, 3]}
+
+
 def test_training_figure_draws_runs_over_each_other(matplotlib):
     figure = plots.training_figure({"A1": CURVES, "A4": CURVES})
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["eval/tau", "train/loss"]

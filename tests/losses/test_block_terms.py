@@ -18,14 +18,15 @@ DDO = BlockTerms(ddo_real=1.0, ddo_fake=0.5, ddo_beta=0.7)
 
 @pytest.fixture(scope="module")
 def slots():
-    """Cross-entropies, right or wrong, counted, weights; one block in which nothing counts, one without an error."""
+    """Cross-entropies, right or wrong, counted, verified, weights; a block in which nothing counts, one without an error."""
     random = np.random.default_rng(0)
     data_ce = random.exponential(1.0, SHAPE).astype(np.float32)
     correct = random.random(SHAPE) < 0.6
-    counted = random.random(SHAPE) < 0.7
-    counted[0, 1], correct[1, 3] = False, True
+    verified = random.random(SHAPE) < 0.8
+    verified[0, 1], correct[1, 3] = False, True
+    counted = verified & ((random.random(SHAPE) < 0.85) | correct)  # the others hold a token that cannot be drafted
     weights = np.where(counted, random.random(SHAPE), 0.0).astype(np.float32)
-    return data_ce, correct, counted, weights
+    return data_ce, correct, counted, verified, weights
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +35,34 @@ def log_p():
 
 
 def test_first_error_is_the_cross_entropy_of_the_slot_that_ends_the_draft(slots):
-    data_ce, correct, counted, weights = slots
+    data_ce, correct, counted, verified, weights = slots
+    assert (verified & ~counted).any()
     found = np.asarray(first_error_loss(*map(jnp.asarray, slots)))
     for b, a in np.ndindex(SHAPE[:2]):
-        wrong = [k for k in range(SHAPE[2]) if counted[b, a, k] and not correct[b, a, k]]
+        wrong = [k for k in range(SHAPE[2]) if verified[b, a, k] and not correct[b, a, k]]
         expected = weights[b, a, wrong[0]] * data_ce[b, a, wrong[0]] if wrong else 0.0
         np.testing.assert_allclose(found[b, a], expected, rtol=1e-6)
     assert found[0, 1] == found[1, 3] == 0 and (found > 0).sum() >= 5
 
 
 def test_chain_is_the_share_of_slots_a_drawn_draft_does_not_reach(slots):
-    data_ce, _, counted, _ = slots
-    found = np.asarray(chain_loss(jnp.asarray(data_ce), jnp.asarray(counted)))
+    data_ce, _, counted, verified, _ = slots
+    found = np.asarray(chain_loss(*map(jnp.asarray, (data_ce, counted, verified))))
     for b, a in np.ndindex(SHAPE[:2]):
         survival, reached = 1.0, []
-        for k in np.flatnonzero(counted[b, a]):
-            survival *= float(np.exp(-data_ce[b, a, k]))
-            reached.append(survival)
+        for k in np.flatnonzero(verified[b, a]):
+            survival *= float(np.exp(-data_ce[b, a, k])) if counted[b, a, k] else 0.0
+            if counted[b, a, k]:
+                reached.append(survival)
         expected = 1 - np.mean(reached) if reached else 0.0
         np.testing.assert_allclose(found[b, a], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_of_the_chain_is_dpace_without_smoothing(slots):
-    data_ce, _, counted, _ = map(jnp.asarray, slots)
-    gradient = jax.grad(lambda ce: chain_loss(ce, counted).sum())(data_ce)
-    expected = dpace_weights(jnp.exp(-data_ce), counted, 0.0) / np.maximum(counted.sum(-1, keepdims=True), 1)
+    data_ce, _, counted, verified, _ = map(jnp.asarray, slots)
+    gradient = jax.grad(lambda ce: chain_loss(ce, counted, verified).sum())(data_ce)
+    probability = jnp.where(counted, jnp.exp(-data_ce), 0.0)
+    expected = dpace_weights(probability, counted, verified, 0.0) / np.maximum(counted.sum(-1, keepdims=True), 1)
     np.testing.assert_allclose(gradient, np.where(counted, expected, 0.0), rtol=1e-4, atol=1e-6)
 
 
@@ -93,22 +97,24 @@ def test_contrast_raises_one_completion_and_lowers_the_other(slots, log_p):
 
 
 def test_first_error_and_chain_push_the_right_tokens_up(slots):
-    data_ce, correct, counted, weights = map(jnp.asarray, slots)
-    of_first = np.asarray(jax.grad(lambda ce: first_error_loss(ce, correct, counted, weights).sum())(data_ce))
-    of_chain = np.asarray(jax.grad(lambda ce: chain_loss(ce, counted).sum())(data_ce))
-    assert (of_first >= 0).all() and (of_chain[slots[2]] > 0).all()
+    data_ce, correct, counted, verified, weights = map(jnp.asarray, slots)
+    of_first = np.asarray(jax.grad(lambda ce: first_error_loss(ce, correct, counted, verified, weights).sum())(data_ce))
+    of_chain = np.asarray(jax.grad(lambda ce: chain_loss(ce, counted, verified).sum())(data_ce))
+    reached = slots[2] & (np.cumsum(slots[3] & ~slots[2], -1) == 0)  # nothing before it that cannot be drafted
+    assert (of_first >= 0).all() and (of_chain[reached] > 0).all() and not of_chain[~reached].any()
     assert ((of_first > 0).sum(-1) <= 1).all()
 
 
 @pytest.mark.parametrize("size", [0.0, 1e4])
 def test_extremes_stay_finite(size, slots):
-    _, correct, counted, weights = map(jnp.asarray, slots)
+    _, correct, counted, verified, weights = map(jnp.asarray, slots)
 
     def total(x):
         far = Contrasted(-x, -x, jnp.zeros(SHAPE), jnp.zeros(SHAPE))
         near = Contrasted(jnp.zeros(SHAPE), jnp.zeros(SHAPE), -x, -x)
         parts = [contrast_loss(DDO, log_p, weights, weights) for log_p in (far, near)]
-        return sum(p.sum() for p in (*parts, first_error_loss(x, correct, counted, weights), chain_loss(x, counted)))
+        parts += [first_error_loss(x, correct, counted, verified, weights), chain_loss(x, counted, verified)]
+        return sum(p.sum() for p in parts)
 
     value, gradient = jax.value_and_grad(total)(jnp.full(SHAPE, size))
     assert np.isfinite(value) and np.isfinite(gradient).all()

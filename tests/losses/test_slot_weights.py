@@ -19,17 +19,17 @@ def slots():
     random = np.random.default_rng(0)
     revealed = random.random(SHAPE) < 0.3
     revealed[..., 0] = True
-    counted = ~revealed & (random.random(SHAPE) < 0.8)
-    counted[1, 4] = False  # a block in which nothing counts
+    verified = ~revealed & (random.random(SHAPE) < 0.8)
+    verified[1, 4] = False  # a block in which nothing counts
+    counted = verified & (random.random(SHAPE) < 0.85)  # the others hold a token that cannot be drafted
     rank = np.cumsum(~revealed, -1) - ~revealed
-    correct = random.random(SHAPE) < 0.6
-    probability = random.random(SHAPE).astype(np.float32)
-    return rank, counted, correct, probability
+    correct = (random.random(SHAPE) < 0.6) & counted
+    probability = np.where(counted, random.random(SHAPE), 0).astype(np.float32)
+    return rank, counted, verified, correct, probability
 
 
 def weights_of(config: LossConfig, slots, progress: float = 0.0) -> np.ndarray:
-    rank, counted, correct, probability = map(jnp.asarray, slots)
-    return np.asarray(weights_lib.slot_weights(config, rank, counted, correct, probability, jnp.float32(progress)))
+    return np.asarray(weights_lib.slot_weights(config, *map(jnp.asarray, slots), jnp.float32(progress)))
 
 
 def test_decay_counts_the_masked_slots_to_the_left(slots):
@@ -46,14 +46,15 @@ def test_uniform_weights_are_one_where_counted(slots):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_dpace_is_the_suffix_sum_of_smoothed_survival(slots, alpha):
-    _, counted, _, probability = slots
+    _, counted, verified, _, probability = slots
     weights = weights_of(LossConfig(weighting="dpace", dpace_alpha=alpha), slots)
     for b, a in np.ndindex(SHAPE[:2]):
         which = np.flatnonzero(counted[b, a])
         survival, product = [], 1.0
-        for k in which:
+        for k in np.flatnonzero(verified[b, a]):
             product *= (1 - alpha) * float(probability[b, a, k]) + alpha
-            survival.append(product)
+            if counted[b, a, k]:
+                survival.append(product)
         expected = np.zeros(SHAPE[2])
         for place, k in enumerate(which):
             expected[k] = sum(survival[place:])
@@ -61,21 +62,21 @@ def test_dpace_is_the_suffix_sum_of_smoothed_survival(slots, alpha):
 
 
 def test_dpace_carries_no_gradient(slots):
-    _, counted, _, probability = slots
-    gradient = jax.grad(lambda p: weights_lib.dpace_weights(p, jnp.asarray(counted), 0.5).sum())(probability)
+    _, counted, verified, _, probability = map(jnp.asarray, slots)
+    gradient = jax.grad(lambda p: weights_lib.dpace_weights(p, counted, verified, 0.5).sum())(probability)
     assert not np.asarray(gradient).any()
 
 
 @pytest.mark.parametrize("progress, residual", [(0.0, 1.0), (0.3, 0.55), (0.6, 0.1), (0.99, 0.1)])
 def test_auf_drops_to_its_residual_after_the_first_error(slots, progress, residual):
-    _, counted, correct, _ = slots
+    _, counted, verified, correct, _ = slots
     weights = weights_of(LossConfig(weighting="auf"), slots, progress)
     for b, a in np.ndindex(SHAPE[:2]):
         failed = False
         for k in range(SHAPE[2]):
             expected = (residual if failed else 1.0) if counted[b, a, k] else 0.0
             np.testing.assert_allclose(weights[b, a, k], expected, rtol=1e-5)
-            failed |= bool(counted[b, a, k] and not correct[b, a, k])
+            failed |= bool(verified[b, a, k] and not correct[b, a, k])
 
 
 def test_auf_without_annealing_starts_at_its_residual():

@@ -161,6 +161,10 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, trained):
         assert steps_in(tmp_path) == [2, 5]
         store.save(at_step(trained, 6), IDENTITY, {"train/loss": 0.5})
     assert steps_in(tmp_path) == [6]
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=("train/tau", "max")) as store:  # another judge from here on
+        for step, tau in ((7, 2.0), (8, 1.0)):
+            store.save(at_step(trained, step), IDENTITY, {"train/tau": tau})
+    assert steps_in(tmp_path) == [7, 8]
     with pytest.raises(UserError, match=r"no checkpoint in .* was saved with the metric 'eval/tau'"):
         best_step(tmp_path, "eval/tau", "max")
 

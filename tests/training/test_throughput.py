@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_training import ToyData, run_toy
@@ -17,6 +18,7 @@ from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
 # Tokens a second that the four chips of a v5p host take at most: 158,313 on 16 chips, by the plan for v5p-32 in
 # configs/qwen3_8b_stage1.py, whose rows these are. (v6e chips may take a quarter more.)
 TAKEN_BY_A_HOST = 158_313 / 4
+ARRAY = type(jnp.zeros(()))
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,15 @@ def test_a_host_reads_rows_ten_times_as_fast_as_its_chips_take_them(dataset: Con
     assert rate >= 10 * TAKEN_BY_A_HOST
 
 
-def test_the_loop_copies_nothing_between_host_and_device_unasked(tmp_path: Path) -> None:
-    """From its second step on (the first compiles), saves, records and batches prepared by a thread included."""
+def test_the_loop_copies_nothing_between_host_and_device_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its second step on (the first compiles), records and batches prepared by a thread included; saves read."""
     guarded = []
 
     def guard(step: int, state: dict) -> None:
         jax.config.update("jax_transfer_guard", "disallow")
+        monkeypatch.undo() if step % 3 == 0 or step == 8 else _forbid_reading(monkeypatch)
         guarded.append(step)
 
     try:
@@ -58,6 +63,26 @@ def test_the_loop_copies_nothing_between_host_and_device_unasked(tmp_path: Path)
     finally:
         jax.config.update("jax_transfer_guard", None)
     assert guarded == list(range(1, 9))
+
+
+def _forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No array becomes a Python number: on a CPU the transfer guard does not see that. `jax.device_get` stays allowed."""
+
+    def refuse(array: jax.Array, *_: object) -> None:
+        raise AssertionError(f"an array of shape {array.shape} was read on the host")
+
+    for name in ("__float__", "__int__", "__bool__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(ARRAY, name, refuse)
+
+
+def test_the_guard_catches_a_metric_that_is_read_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(step: int, state: dict) -> None:
+        _forbid_reading(monkeypatch)
+        if step == 3:
+            float(state["step"])
+
+    with pytest.raises(AssertionError, match="was read on the host"):
+        run_toy(tmp_path, data=ToyData(), total_steps=8, on_step=wrong)
 
 
 def test_the_guard_catches_a_batch_that_is_not_on_the_device(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from toy_training import OPTIMIZER, ToyData, run_toy, toy_loss
 
 from dstill_jax.errors import UserError
 from dstill_jax.training import Interrupted, NonFiniteError, OptimizerConfig, latest_step, load_params, read_jsonl
+from dstill_jax.training.interrupt import stop_between
 from dstill_jax.training.prefetch import Prefetcher
 
 SCRIPT = Path(toy_training.__file__)
@@ -127,6 +128,30 @@ def test_a_judge_that_nobody_measures_is_named_at_the_first_save_which_is_kept(t
         run_toy(tmp_path, keep_best=("train/los", "min"))
     assert latest_step(tmp_path) == 10
     assert_equals(tmp_path, run_toy(tmp_path, keep_best=("train/loss", "min")), uninterrupted)
+
+
+def test_a_step_that_counts_nothing_is_not_judged(tmp_path):
+    def loss(*args):
+        total, weight, metrics = toy_loss(*args)
+        return total, weight, {**metrics, "rare": (0.0 * total, 0.0 * weight)}
+
+    run_toy(tmp_path, loss_fn=loss, total_steps=10, keep_best=("train/rare", "min"))
+
+
+def test_a_signal_too_late_for_one_run_stops_before_the_next(tmp_path):
+    def send(step, state):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    done = []
+    with pytest.raises(Interrupted, match="stopped by SIGTERM between two runs; run the same command again"):
+        for name in stop_between(["first", "second"]):
+            run_toy(tmp_path / name, total_steps=4, on_step=send)
+            done.append(name)
+    assert done == ["first"] and latest_step(tmp_path / "first") == 4
+    for name in stop_between(["last"]):
+        run_toy(tmp_path / name, total_steps=4, on_step=send)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_signal_during_compilation_stops_after_the_first_step(tmp_path, uninterrupted):

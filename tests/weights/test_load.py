@@ -264,6 +264,23 @@ def test_a_drafter_of_another_target_is_refused_with_both_values(changes: dict, 
     load_drafter(REFERENCE / "qwen3_tiny" / "draft", target)
 
 
+@pytest.mark.parametrize(
+    "target_dtype, asked, expected",
+    [("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", None, "float32")],
+)
+def test_a_drafter_has_its_targets_dtype_unless_it_is_asked_for_another(target_dtype, asked, expected):
+    target = load_target(REFERENCE / "qwen3_tiny" / "target", dtype=target_dtype)
+    drafter = load_drafter(REFERENCE / "qwen3_tiny" / "draft", target, asked)
+    assert {str(x.dtype) for x in jax.tree.leaves(drafter.params)} == {expected}
+
+
+def test_a_drafter_is_float32_without_a_loaded_target():
+    described = describe_target(REFERENCE / "qwen3_tiny" / "target")
+    for target in (None, described):
+        drafter = load_drafter(REFERENCE / "qwen3_tiny" / "draft", target)
+        assert {str(x.dtype) for x in jax.tree.leaves(drafter.params)} == {"float32"}
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
