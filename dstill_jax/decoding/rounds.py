@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dstill_jax.decoding.sampling import choose
 from dstill_jax.decoding.state import DecodeSpec, DecodeState, Weights, init_state, put_rows, repeat_row
@@ -15,11 +15,41 @@ from dstill_jax.models import target as target_lib
 from dstill_jax.models.attention import tree_kernel_runs
 from dstill_jax.models.target import TargetOutput
 
+_LOGITS = 1 << 26  # of a verification that exist at a time, a quarter of a gigabyte; sampling makes four such arrays
+
 
 def _draw(
     spec: DecodeSpec, weights: Weights, logits: Array, keys: Array, positions: Array, levels: Array | None = None
 ) -> Int[Array, "B N"]:
     return choose(logits, keys, positions, weights.draw, spec.greedy, spec.filtered, levels=levels)
+
+
+def _own_tokens(
+    spec: DecodeSpec,
+    weights: Weights,
+    hidden: Float[Array, "B R D"],
+    keys: Array,
+    positions: Int[Array, "B R|M"],
+    levels: Int[Array, "B R"] | None,
+) -> Int[Array, "B R"]:
+    """What the target draws at each row, of as many rows at a time as their logits have room; `choose` has the rest."""
+
+    def draw(rows: tuple[Array, Array]) -> Int[Array, "B r"]:
+        hidden, where = rows
+        logits = target_lib.head(spec.target, weights.target, hidden)
+        return _draw(spec, weights, logits, keys, *((where,) if levels is None else (positions, where)))
+
+    def in_parts(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, -R % together), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(B, -1, together, *x.shape[2:]), 1, 0)
+
+    B, R, _ = hidden.shape
+    together = max(1, _LOGITS // (B * spec.target.vocab_size))
+    rows = hidden, positions if levels is None else levels
+    if R <= together:
+        return draw(rows)
+    found = jax.lax.map(draw, tuple(map(in_parts, rows)))
+    return jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :R]
 
 
 def _is_stop(weights: Weights, tokens: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
@@ -148,8 +178,7 @@ def verify(
         spec.tap_ids,
         visibility=visibility(tree) if branches or tree_kernel_runs() else None,
     )
-    logits = target_lib.head(spec.target, weights.target, out.hidden)
-    chosen = _draw(spec, weights, logits, state.keys, positions + 1, levels if branches else None)
+    chosen = _own_tokens(spec, weights, out.hidden, state.keys, positions + 1, levels if branches else None)
     if branches:
         rows, accepted = walk(tree, chosen, most)
         hidden, taps = (jnp.take_along_axis(x, rows[..., None], axis=1) for x in (out.hidden, out.taps))
