@@ -232,7 +232,11 @@ MISTAKES = {
     ),
     "chat template missing": (None, [*PREPARE, "--chat-template", "nothing.jinja"], "chat-template=nothing.jinja"),
     "run without a folder": (None, [*TRAIN, "out=''"], "out is empty"),
-    "field that only another kind reads": (None, [*TRAIN, "objective.views.prefix_decay=0.5"], "prefix_decay=0.5"),
+    "decay of a view that is off": (
+        None,
+        [*TRAIN, *(f"objective.views.{x}" for x in ("full=1", "prefix=0", "random=0", "prefix_decay=0.5"))],
+        "prefix_decay=0.5",
+    ),
     "beta of a term that is off": (None, [*TRAIN, "objective.loss.whole.ddo_beta=0.5"], "ddo_beta=0.5"),
     "two sayings of the taps": (None, [*TRAIN, "new.num_taps=3", "new.target_layer_ids=(1, 2)"], "num_taps=3"),
     "a search of no settings": (
