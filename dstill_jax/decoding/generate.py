@@ -103,6 +103,8 @@ def generate(
     )
     began = time.perf_counter()
     requests = [Request(i, tokens, whole("seed", seed)) for i, tokens in enumerate(ids)]
+    for request in requests:
+        session.check(request)  # all of them, before any is decoded
     # Rounds go on without looking at the host, unless prompts wait for a place.
     rounds_per_call = max_new_tokens if len(ids) <= batch_size else 16
     done = {c.id: c for c in session.run(requests, rounds_per_call=rounds_per_call)}

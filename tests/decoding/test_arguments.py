@@ -35,9 +35,12 @@ METHODS = {"autoregressive": {}, "lookup": {}, "dflash": {}, "ddtree": {"tree_bu
         ([np.array([1.0])], "a token of prompt 0=1.0 must be a whole number"),
         ([["1"]], "a token of prompt 0='1' must be a whole number"),
         ([[]], "prompt 0 is empty"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], [99]], "prompt 1 has token id 99, outside the vocabulary of 37"),
     ],
 )
-def test_what_is_no_list_of_prompts_is_refused(target, prompts, message):
+def test_what_is_no_list_of_prompts_is_refused(target, prompts, message, monkeypatch):
+    monkeypatch.setattr(Session, "run", lambda *_, **__: pytest.fail("something was decoded"))
     with pytest.raises(UserError, match=message):
         generate(target, prompts)
 
