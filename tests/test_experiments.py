@@ -89,7 +89,9 @@ def test_measurements_with_different_targets_are_not_pooled(bench, tmp_path):
     _measured(tmp_path / "runs", 1, "a1c", [30, 30], [10, 10], target="a" * 64)
     _measured(tmp_path / "runs", 2, "a1c", [50, 50], [10, 10], target="b" * 64)
     tables.collect(tmp_path / "runs", tmp_path / "kept")
+    (tmp_path / "results.json").write_text('{"targets": {"of old": {}}}')
     tables.write_results(tmp_path / "kept", tmp_path / "results.json")
     targets = json.loads((tmp_path / "results.json").read_text())["targets"]
+    assert targets.pop("of old") == {}
     taus = {name: found["large"]["block 8, choosing"][0]["tau"][0] for name, found in targets.items()}
     assert taus == {"a" * 8: 3.0, "b" * 8: 5.0}

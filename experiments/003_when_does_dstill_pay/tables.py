@@ -39,8 +39,9 @@ def collect(root: Path, kept: Path) -> None:
 
 
 def write_results(kept: Path, path: Path) -> None:
-    """Everything that `collect` has kept, as JSON; prints the tables."""
-    results: dict[str, Any] = {"step_cost": STEP_COST, "targets": {}}
+    """Everything that `collect` has kept, as JSON; prints the tables. Targets of which only results are left stay."""
+    targets = json.loads(path.read_text())["targets"] if path.exists() else {}
+    results: dict[str, Any] = {"step_cost": STEP_COST, "targets": targets}
     for folder in sorted(kept.iterdir() if kept.exists() else ()):
         of_target: dict[str, Any] = {}
         for size in (size for size in SIZES if (folder / size).exists()):
