@@ -26,6 +26,7 @@ from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models.target import Target
 from dstill_jax.runs import RunConfig, run_stage
 from dstill_jax.training.config import OptimizerConfig, TrainConfig
+from dstill_jax.training.interrupt import stop_between
 from dstill_jax.weights.embedded import fetch, gsm8k_split, read_jsonl
 from dstill_jax.weights.load import describe_target, load_drafter, load_target
 
