@@ -7,7 +7,7 @@ import math
 from typing import Any, NoReturn
 
 from dstill_jax.config import Llama3RopeScaling, RopeConfig
-from dstill_jax.errors import UserError
+from dstill_jax.errors import UserError, whole
 
 _ROPE_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -24,9 +24,7 @@ def require_int(config: dict, key: str) -> int:
     value = config.get(key)
     if value is None:
         raise UserError(f"{key} is missing; add it to the config, it has no default")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{key}={value!r} must be a whole number")
-    return value
+    return whole(key, value)
 
 
 def require_number(config: dict, key: str, where: str = "") -> float:

@@ -35,7 +35,9 @@ def collect(root: Path, kept: Path) -> None:
             copy = folder / file.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-            (folder / size / "prompts.json").write_text(json.dumps(count(root / size)) + "\n", encoding="utf-8")
+            prompts = folder / size / "prompts.json"
+            if not prompts.exists():
+                prompts.write_text(json.dumps(count(root / size)) + "\n", encoding="utf-8")
 
 
 def write_results(kept: Path, path: Path) -> None:
