@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dstill_jax import __version__
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.errors import UserError
 
 
@@ -57,12 +58,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _set_environment() -> None:
-    """Programs compiled once are found again by later commands and by worker processes."""
+    """Programs compiled once are found again by later commands and by worker processes; so is memory, by the next step."""
     from dstill_jax.weights.cache_folder import cache_root
     from pallas_kernels import offline
 
     if not offline.tpu_attached():
         offline.prepare_environment()
+        keep_freed_memory()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_root() / "compiled"))
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch is absent is no news here
 
@@ -127,8 +129,7 @@ def _prepare(commands) -> None:
         "--conversations", action="store_true", help="the rows are finished conversations: nothing is generated"
     )
     sub.add_argument("--style", default="chat", choices=("chat", "raw"), help="chat template, or the text as it is")
-    sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
-    sub.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the tokenizer's own template")
+    _chat_template(sub)
     sub.add_argument(
         "--supervise", default="all", choices=("all", "last"), help="which answers of finished conversations count"
     )
@@ -162,12 +163,11 @@ def _generate(commands) -> None:
     sub = _command(commands, "generate", "complete a prompt, streaming; accepted draft tokens are coloured")
     _pair(sub)
     sub.add_argument("prompt", help="the text, or - for standard input")
-    sub.add_argument("--raw", action="store_true", help="no chat template: continue the text itself")
+    _template(sub)
     sub.add_argument(
         "--method", help="autoregressive, lookup, dflash, refine or ddtree; default: dflash with a drafter"
     )
     sub.add_argument("--max-new-tokens", type=int, default=256)
-    sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
     _sampling(sub)
     _method_options(sub)
     _json(sub)
@@ -179,7 +179,7 @@ def _eval(commands) -> None:
     sub.add_argument("--prompts", required=True, help="JSONL, gsm8k (held-out rows only), humaneval or aime")
     sub.add_argument("--limit", type=int, default=64, help="prompts to take")
     sub.add_argument("--timed", type=int, default=8, help="prompts decoded one at a time, for the speeds")
-    sub.add_argument("--raw", action="store_true", help="no chat template")
+    _template(sub)
     sub.add_argument("--max-new-tokens", type=int, default=128)
     sub.add_argument("--drafted", type=int, nargs="+", help="drafted lengths to measure; default: 3 and block_size - 1")
     sub.add_argument(
@@ -233,6 +233,16 @@ def _pair(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--dtype", default=None, choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16"
     )
+
+
+def _template(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--raw", action="store_true", help="no chat template: continue the text itself")
+    _chat_template(sub)
+
+
+def _chat_template(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--thinking", action="store_true", help="turn the template's thinking mode on")
+    sub.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the tokenizer's own template")
 
 
 def _sampling(sub: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ def run_fetch(args: argparse.Namespace) -> None:
 def run_prepare(args: argparse.Namespace) -> None:
     from dstill_jax.data.generate import prepare
     from dstill_jax.data.prepare_config import PrepareConfig
+    from dstill_jax.data.prompt_sets import training_prompts
     from dstill_jax.data.prompts import PromptSource
     from dstill_jax.data.templates import TemplateConfig
     from dstill_jax.sharding import hosts
@@ -33,7 +34,7 @@ def run_prepare(args: argparse.Namespace) -> None:
     summary = prepare(
         PrepareConfig(
             target=resolve_target(args.target),
-            source=PromptSource(training_prompts(args.prompts), args.conversations, args.split, args.text_field),
+            source=PromptSource(training_prompts(args.prompts, _say), args.conversations, args.split, args.text_field),
             out=args.out,
             template=TemplateConfig(
                 args.style,
@@ -88,19 +89,21 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> None:
+    from dstill_jax.data.prompt_sets import render
     from dstill_jax.decoding.generate import stream
     from dstill_jax.decoding.sampling import SamplingConfig
     from dstill_jax.decoding.session import make_proposer
     from dstill_jax.evaluation.colour import IncrementalDecoder, Segment, to_ansi, token_slots
 
     text = _text(sys.stdin.buffer.read()) if args.prompt == "-" else _text(os.fsencode(args.prompt))
+    template = template_of(args)
     target, drafter = load_pair(args)
     options = {
         name: getattr(args, name)
         for name in ("draft_tokens", "passes", "order", "threshold", "max_ngram", "tree_budget")
         if getattr(args, name) is not None
     }
-    ids = render(target, [text], raw=args.raw, thinking=args.thinking)[0]
+    ids = render(target, [text], template)[0]
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     tokenizer = target.tokenizer
     decoder = IncrementalDecoder(lambda t: tokenizer.decode(t, clean_up_tokenization_spaces=False))
@@ -131,6 +134,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def run_eval(args: argparse.Namespace) -> None:
+    from dstill_jax.data.prompt_sets import read_prompts, render
     from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
     from dstill_jax.evaluation.progress import progress
     from dstill_jax.evaluation.tables import print_headline
@@ -142,9 +146,13 @@ def run_eval(args: argparse.Namespace) -> None:
         raise UserError(f"timed={args.timed} must not be negative")
     if not args.drafter and (args.drafted or args.refine_passes or args.tree_budget):
         raise UserError("drafted, refine-passes and tree-budget are settings of a drafter; give --drafter FOLDER")
+    if args.out:
+        from dstill_jax.evaluation.plots import require_matplotlib
+
+        require_matplotlib()
+    template = template_of(args)
     target, drafter = load_pair(args)
-    rows = read_prompts(args.prompts, args.limit)
-    prompts = render(target, rows, raw=args.raw)
+    prompts = render(target, read_prompts(args.prompts, args.limit, _say), template)
     arms = [Arm("autoregressive", "autoregressive"), Arm("prompt lookup", "lookup")]
     if drafter is not None:
         most = drafter.config.block_size - 1
@@ -169,12 +177,13 @@ def run_eval(args: argparse.Namespace) -> None:
             prompts,
             config,
             prompts_name=args.prompts,
-            thinking="off" if not args.raw else "not applicable",
+            thinking="not applicable" if args.raw else "on" if args.thinking else "off",
             command="dstill " + " ".join(sys.argv[1:]),
             report=advance,
         )
     if not hosts.first():
         return
+    print_headline(result)
     if args.json:
         result.save(args.json)
     if args.out:
@@ -188,7 +197,6 @@ def run_eval(args: argparse.Namespace) -> None:
             save_png(figure, folder / f"{name}.png")
         write_report(folder / "report.html", result)
         print(f"written to {folder}/report.html")
-    print_headline(result)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -201,6 +209,11 @@ def run_export(args: argparse.Namespace) -> None:
     if Path(args.out).resolve() == Path(drafter.source).resolve():
         raise UserError(f"out={args.out} is the drafter itself; export to a folder of its own")
     save_drafter(args.out, drafter, target.config, dtype="bfloat16")
+    if drafter.vocabulary is not None:
+        _say(
+            f"note: this drafter learnt to draft {len(drafter.vocabulary)} of {target.config.vocab_size} tokens (listed in"
+            " dstill.json); a server that does not read the list considers the others, too, and may accept fewer drafts"
+        )
     print(args.out)
 
 
@@ -257,27 +270,6 @@ def resolve_target(name: str) -> str:
     return resolve(name, EMBEDDED_TARGETS, report=_say)
 
 
-def resolve_prompts(name: str) -> str:
-    from dstill_jax.weights.embedded import EMBEDDED_PROMPTS, resolve
-
-    return resolve(name, EMBEDDED_PROMPTS, report=_say)
-
-
-def training_prompts(name: str) -> str:
-    """As `resolve_prompts`, less gsm8k's held-out rows: `read_prompts` has those."""
-    from dstill_jax.weights.embedded import gsm8k_split, read_jsonl
-    from dstill_jax.weights.folders import atomic_path
-
-    path = Path(resolve_prompts(name))
-    if name != "gsm8k" or Path(name).exists():
-        return str(path)
-    rows = path.with_name(f"{path.stem}_train.jsonl")
-    with atomic_path(rows) as temporary:
-        lines = [json.dumps(row) + "\n" for row in gsm8k_split(read_jsonl(path))[0]]
-        temporary.write_text("".join(lines), encoding="utf-8")
-    return str(rows)
-
-
 def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
     import jax
 
@@ -288,30 +280,12 @@ def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
     return target, load_drafter(args.drafter, target, dtype=dtype) if args.drafter else None
 
 
-def read_prompts(name: str, limit: int | None) -> list[Any]:
-    """Rows of a prompt set; of gsm8k only the held-out ones, since the others may have been trained on."""
-    from dstill_jax.data.prompts import PromptSource, read_rows
-    from dstill_jax.weights.embedded import gsm8k_split
+def template_of(args: argparse.Namespace) -> Any:
+    """How prompts become text, in the options of `generate` and `eval`."""
+    from dstill_jax.data.templates import TemplateConfig
 
-    rows = read_rows(PromptSource(resolve_prompts(name)))
-    if name == "gsm8k":
-        held_out = {row["id"] for row in gsm8k_split({"id": row.id} for row in rows)[1]}
-        rows = [row for row in rows if row.id in held_out]
-    return rows[:limit]
-
-
-def render(target: Any, rows: Sequence[Any], *, raw: bool, thinking: bool = False) -> list[list[int]]:
-    """Prompt rows, or plain texts, as token ids under the target's chat template."""
-    from dstill_jax.data.prompts import PromptRow
-    from dstill_jax.data.templates import ChatTemplate, TemplateConfig
-
-    style = "raw" if raw else "chat"
-    template = ChatTemplate(target.tokenizer, TemplateConfig(style, thinking), target.config.eos_token_ids)
-    plain = [
-        PromptRow(f"prompt {i}", ({"role": "user", "content": row},), f"prompt {i}") if isinstance(row, str) else row
-        for i, row in enumerate(rows)
-    ]
-    return [template.prompt_ids(row) for row in plain]
+    template = args.chat_template and _text_file("chat-template", args.chat_template)
+    return TemplateConfig("raw" if args.raw else "chat", args.thinking, chat_template=template)
 
 
 def load_config(path: str, name: str, overrides: Sequence[str]) -> Any:

@@ -21,6 +21,7 @@ from dstill_jax.distill.config import CurriculumConfig, StageOneConfig, StageTwo
 from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
+from dstill_jax.evaluation.plots import require_matplotlib
 from dstill_jax.evaluation.results import EvaluationResult
 from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.models.target import Target
@@ -114,6 +115,7 @@ def demo(target_name: str, minutes: float | None = None, out: str | None = None,
     minutes = default if minutes is None else minutes
     if not 0 < minutes <= 10000:
         raise UserError(f"minutes={minutes} must be positive and at most 10000")
+    require_matplotlib()  # for the report, at the end
     scale = make_scale(minutes)
     folder = Path(out or f".demo/{target_name}-{minutes:g}min")
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,11 +234,11 @@ def _table(
     folder: Path,
     json_path: str | None,
 ) -> Path:
-    from dstill_jax.commands import render
+    from dstill_jax.data.prompt_sets import render
     from dstill_jax.evaluation.progress import progress
     from dstill_jax.evaluation.tables import print_headline
 
-    prompts = [p for p in render(target, held_out, raw=scale.style == "raw") if len(p) <= scale.prompt_tokens]
+    prompts = [p for p in render(target, held_out, TemplateConfig(style=scale.style)) if len(p) <= scale.prompt_tokens]
     prompts = prompts[: scale.held_out]
     command = f"dstill demo --target {target_name} --minutes {minutes:g}"
     with progress("decoding") as advance:
@@ -254,10 +256,10 @@ def _table(
     caveats = _caveats(target_name, scale, result)
     for caveat in caveats:
         print(f"* {caveat}")
-    best = max((a for a in result if a.method == "dflash"), key=lambda a: a.tau_pooled)
-    report = _report(result, completions[best.name], best, prompts, target, runs, folder, caveats, command)
     if json_path is not None:
         result.save(json_path)
+    best = max((a for a in result if a.method == "dflash"), key=lambda a: a.tau_pooled)
+    report = _report(result, completions[best.name], best, prompts, target, runs, folder, caveats, command)
     print(f"\nreport: {report}")
     return report
 

@@ -86,7 +86,7 @@ def training_vocabulary(
         raise UserError(f"{given[0].source} and {given[1].source} draft other tokens; take drafters of one vocabulary")
     if known:
         kept = np.asarray(known.pop())
-        if size not in (None, len(kept), len(kept) + 1):  # the mask is left out of what was asked for
+        if size not in (None, len(kept), len(kept) + 1):  # drafters of before left the mask out of what was asked for
             raise UserError(
                 f"RunConfig.vocabulary={size}, but {given[0].source} drafts {len(kept)} tokens; give that"
                 " many, or leave it out"
@@ -96,5 +96,4 @@ def training_vocabulary(
         return None
     seen = (dataset[i] for i in range(len(dataset)))
     labels = (row.tokens[:seq_len][row.loss_mask[:seq_len]] for row in seen)  # prompts are read, and never drafted
-    kept = initialise.training_vocabulary(labels, target.config.vocab_size, size)
-    return kept[kept != drafter.mask_token_id]  # never a label, never drafted
+    return initialise.training_vocabulary(labels, target.config.vocab_size, size, drafter.mask_token_id)

@@ -1,11 +1,20 @@
 """Settings of every test: CPU, no network, no silent broadcasting, fixed seeds, a cache folder of its own."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before jax or a hub client is imported. Set JAX_PLATFORMS to run the same tests on another device.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+# Most of the time of the tests is compilation, and of the same programs again and again: each is compiled once in a run,
+# for all workers and the processes that they start.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dstill-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import random
 from collections.abc import Iterator

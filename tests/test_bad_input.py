@@ -184,6 +184,11 @@ MISTAKES = {
         [*GENERATE, "w5", "--drafter", "draft", "--draft-tokens", "8"],
         "draft_tokens=8",
     ),
+    "drafter of a run that has not ended": (
+        lambda: (Path("run").mkdir(), write("run/metrics.jsonl", "")),
+        [*GENERATE, "w5", "--drafter", "run"],
+        "has not ended",
+    ),
     "drafter of another target": (
         None,
         [*GENERATE, "w5", "--drafter", str(REFERENCE / "llama_tied" / "draft")],
@@ -205,6 +210,11 @@ MISTAKES = {
         lambda: write("prompts.jsonl", '{"messages": [{"role": "user", "content": "w5"}]}\n'),
         [*PREPARE, "--conversations"],
         "prompts.jsonl:1",
+    ),
+    "sampling of finished conversations": (
+        None,
+        [*PREPARE, "--conversations", "--temperature", "1"],
+        "temperature=1.0",
     ),
     "no room for an answer": (None, [*PREPARE, "--max-new-tokens", "0"], "max_new_tokens=0"),
     "training config missing": (None, ["train", "nothing.py"], "nothing.py"),
@@ -247,7 +257,7 @@ MISTAKES = {
     "evaluation of one prompt": (
         None,
         ["eval", "--target", "target", "--prompts", "prompts.jsonl", "--limit", "1"],
-        "prompt",
+        "at least 2 prompts",
     ),
     "drafter to export missing": (None, ["export", "nothing", "out", "--target", "target"], "nothing"),
     "demo of no length": (None, ["demo", "--target", "tiny", "--minutes", "0"], "minutes"),

@@ -1,13 +1,16 @@
 """Experiments that cannot be run here in full: their arms are sound, and small pieces of them are right."""
 
+import dataclasses
 import importlib
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from tiny_models import random_target
 
 BENCH = Path(__file__).resolve().parents[1] / "experiments" / "003_when_does_dstill_pay"
 
@@ -42,6 +45,15 @@ def test_every_arm_at_scale_starts_from_one_before_it():
         assert stage.start is None or stage.start in seen
         seen.add(name)
     assert script["BEST"] in seen
+
+
+def test_the_parts_of_a_training_step_that_are_timed_still_trace(monkeypatch):
+    script = runpy.run_path(str(BENCH.parent / "000_cpu_costs" / "run.py"))
+    names = script["step_costs"].__globals__
+    monkeypatch.setitem(names, "SHAPE", dataclasses.replace(script["SHAPE"], init_from_layers=None))
+    monkeypatch.setitem(names, "_median_ms", lambda function, *arguments: jax.eval_shape(function, *arguments))
+    traced = names["step_costs"](random_target(num_layers=6, vocab_size=4200))
+    assert len(traced) == 6 and all(jax.tree.leaves(shapes) for shapes in traced.values())
 
 
 def test_loops_are_told_from_text_that_only_repeats_words(bench):

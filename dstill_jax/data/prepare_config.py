@@ -7,6 +7,12 @@ from dstill_jax.data.prompts import PromptSource
 from dstill_jax.data.templates import TemplateConfig
 from dstill_jax.errors import UserError
 
+# Read only when something is generated.
+_OF_ANSWERS = (
+    *("max_prompt_tokens", "max_new_tokens", "answers_per_prompt", "batch_size", "workers", "dtype"),
+    *("temperature", "top_k", "top_p", "seed", "record_features"),
+)
+
 
 @dataclass(frozen=True)
 class PrepareConfig:
@@ -40,10 +46,9 @@ class PrepareConfig:
             raise UserError(f"start={self.start} must not be negative and limit={self.limit} must be at least 1")
         if not self.temperature >= 0:
             raise UserError(f"temperature={self.temperature} must be 0 (greedy) or more")
-        if self.answers_per_prompt > 1 and (self.temperature == 0 or self.source.conversations):
+        if self.answers_per_prompt > 1 and self.temperature == 0:
             raise UserError(
-                f"answers_per_prompt={self.answers_per_prompt} needs answers that are sampled: set a temperature above 0,"
-                " and prompts instead of finished conversations"
+                f"answers_per_prompt={self.answers_per_prompt} needs answers that are sampled: set a temperature above 0"
             )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1")
@@ -55,10 +60,12 @@ class PrepareConfig:
             raise UserError("record_features needs tap_ids: name the target layers to store")
         if self.tap_ids and not self.record_features:
             raise UserError(f"tap_ids={self.tap_ids} is only used with record_features=True")
-        if self.record_features and self.source.conversations:
-            raise UserError(
-                "record_features is for generated answers; features of finished conversations are computed in training"
-            )
+        for f in dataclasses.fields(self) if self.source.conversations else ():
+            if f.name in _OF_ANSWERS and getattr(self, f.name) != f.default:
+                raise UserError(
+                    f"{f.name}={getattr(self, f.name)} is for answers that the target gives, and finished conversations"
+                    " are taken as they are; leave it out"
+                )
         if not self.out:
             raise UserError("out is empty; name a folder for the dataset")
 

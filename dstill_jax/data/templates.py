@@ -147,7 +147,7 @@ def _template_text(tokenizer: Any, config: TemplateConfig) -> str | None:
         text = text.get("default")
     if not text:
         raise UserError(
-            "the target's tokenizer has no chat template; give one (--chat-template FILE), or use style='raw' to continue"
-            " prompts as plain text"
+            "the target's tokenizer has no chat template; give one (--chat-template FILE), or continue prompts as plain"
+            " text (style='raw'; --raw, of prepare --style raw)"
         )
     return text

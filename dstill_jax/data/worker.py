@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.data.backend import Backend, GenerationRequest, TargetBackend
 from dstill_jax.data.features import feature_width
 from dstill_jax.data.prepare_config import PrepareConfig, config_from_dict
@@ -82,6 +83,7 @@ def main(arguments: list[str], make_backend: Callable[[PrepareConfig], Backend] 
         job = Job(**json.load(file))
     if job.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, job.cores)  # before JAX counts the cores
+    keep_freed_memory()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     try:
         config = config_from_dict(job.config)

@@ -119,7 +119,7 @@ def perturb(
     columns: tuple[Int[Array, "V'"], int] | None = None,
     levels: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N V|V'"]:
-    """filter(logits) / temperature + the noise of each position: what a sampled token is the largest of; see `choose`."""
+    """filter(logits / temperature) + the noise of each position: what a sampled token is the largest of; see `choose`."""
     logits = logits / draw.temperature
     if filtered:
         logits = filter_logits(logits, draw)

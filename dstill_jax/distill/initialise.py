@@ -79,8 +79,12 @@ def tap_scale(features: Float[np.ndarray, "tokens T*D"]) -> Float[np.ndarray, "T
     return (1.0 / np.maximum(deviation, 1e-3 * max(float(deviation.mean()), 1e-9))).astype(np.float32)
 
 
-def training_vocabulary(token_lists: Iterable[np.ndarray], vocab_size: int, size: int) -> Int[np.ndarray, "V'"]:
+def training_vocabulary(
+    token_lists: Iterable[np.ndarray], vocab_size: int, size: int, mask_token_id: int
+) -> Int[np.ndarray, "V'"]:
     """The `size` most frequent token ids of some texts, ascending; unseen ids fill up from the lowest.
+
+    The mask token, which is never a label and never drafted, is not among them.
 
     Raises UserError when `size` is not in 1 .. vocab_size.
     """
@@ -90,7 +94,7 @@ def training_vocabulary(token_lists: Iterable[np.ndarray], vocab_size: int, size
     for tokens in token_lists:
         counts += np.bincount(np.asarray(tokens), minlength=vocab_size)
     order = np.lexsort((np.arange(vocab_size), -counts))
-    return np.sort(order[:size]).astype(np.int32)
+    return np.sort(order[order != mask_token_id][:size]).astype(np.int32)
 
 
 def new_params(

@@ -26,14 +26,13 @@ from dstill_jax.evaluation.stats import (
     Bootstrap,
     Interval,
     mean_interval,
-    paired_difference,
     paired_mean_change,
     paired_ratio_change,
     ratio_interval,
     require_prompts,
     speedup_interval,
 )
-from dstill_jax.evaluation.tables import Table, change_table, headline_table, markdown_table, print_headline, rich_table
+from dstill_jax.evaluation.tables import Table, change_table, headline_table, print_headline, rich_table
 
 __all__ = [
     "INTERVAL_DEFINITION",
@@ -59,9 +58,7 @@ __all__ = [
     "headline_table",
     "identical_outputs",
     "installed_versions",
-    "markdown_table",
     "mean_interval",
-    "paired_difference",
     "paired_mean_change",
     "paired_ratio_change",
     "print_headline",

@@ -1,6 +1,6 @@
 """Acceptance: how many tokens a round of speculative decoding commits, as additive integer counts.
 
-Used by the evaluation tables and plots, by `measure` and by the training-time estimate, so that all report one number.
+Called by `results`, from which tables, plots, JSON and the report take their figures, so that all show one number.
 Everything is an exact integer until the last division: adding counts of batches or shards in any order and any split
 gives the same result as counting all rounds at once. Means are never averaged and never multiplied together.
 """
@@ -72,24 +72,6 @@ class AcceptanceCounts:
         return cls(tuple(reached), tuple(accepted), tuple(np.bincount(runs + 1, minlength=drafted + 2)))
 
     @classmethod
-    def from_matches(cls, matches: np.ndarray, scored_mask: np.ndarray | None = None) -> "AcceptanceCounts":
-        """Counts from per-slot equality with the target, both arguments bool [rounds, W].
-
-        The first mismatch ends the run; so does the first slot outside `scored_mask` (a hole, or past the end of the
-        text), which is itself neither reached nor accepted.
-        """
-        matches = np.asarray(matches, dtype=bool)
-        if matches.ndim != 2:
-            raise UserError(f"matches must have shape [rounds, drafted], got {matches.shape}")
-        scored = np.ones_like(matches) if scored_mask is None else np.asarray(scored_mask, dtype=bool)
-        if scored.shape != matches.shape:
-            raise UserError(f"scored_mask must have the shape of matches {matches.shape}, got {scored.shape}")
-        prefix = np.logical_and.accumulate(matches & scored, axis=1) if matches.size else matches & scored
-        before = np.concatenate([np.ones((len(matches), 1), bool), prefix[:, :-1]], axis=1)[:, : matches.shape[1]]
-        histogram = np.bincount(prefix.sum(axis=1) + 1, minlength=matches.shape[1] + 2)
-        return cls(tuple((before & scored).sum(axis=0)), tuple(prefix.sum(axis=0)), tuple(histogram))
-
-    @classmethod
     def from_acceptance_lengths(
         cls, acceptance_lengths: Rounds, drafted: int, *, last_round_cut: bool | Sequence[bool] = True
     ) -> "AcceptanceCounts":
@@ -113,17 +95,6 @@ class AcceptanceCounts:
         whole = cls.from_matched([count - 1 for count in every], drafted)
         unseen = np.bincount(np.asarray(last, dtype=np.int64), minlength=drafted + 2)[1 : drafted + 1]
         return cls(tuple(np.asarray(whole.reached, dtype=np.int64) - unseen), whole.accepted, whole.histogram)
-
-    @classmethod
-    def merge(cls, counts: Iterable["AcceptanceCounts"]) -> "AcceptanceCounts":
-        """The sum of several counts of equal W; UserError when there is none."""
-        every = list(counts)
-        if not every:
-            raise UserError("AcceptanceCounts.merge needs at least one item; use AcceptanceCounts.zeros(drafted)")
-        total = every[0]
-        for item in every[1:]:
-            total = total + item
-        return total
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         if not isinstance(other, AcceptanceCounts):
@@ -168,23 +139,11 @@ class AcceptanceCounts:
         """Committed tokens per round, bonus included; UserError when no round was counted."""
         return self.committed / self._some_rounds()
 
-    @property
-    def drafted_per_round(self) -> float:
-        """Committed tokens per round without the bonus token, i.e. tau - 1."""
-        return (self.committed - self.rounds) / self._some_rounds()
-
     def conditional(self) -> np.ndarray:
         """float64 [W]: accepted over reached for each slot, NaN where a slot was never reached."""
         reached = np.asarray(self.reached, dtype=np.float64)
         accepted = np.asarray(self.accepted, dtype=np.float64)
         return np.divide(accepted, reached, out=np.full_like(reached, np.nan), where=reached > 0)
-
-    def describe(self) -> str:
-        """One line with the number and its definition side by side."""
-        return (
-            f"tau pooled {self.tau_pooled:.3f} ({self.drafted_per_round:.3f} drafted + 1 bonus) over {self.rounds} "
-            f"rounds of {self.drafted_length} drafted tokens [tokens committed per verification pass, bonus included]"
-        )
 
     def _some_rounds(self) -> int:
         if not self.rounds:

@@ -7,12 +7,8 @@ that the target chose itself (bonus tokens, and the first one) carry none.
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dstill_jax.errors import MissingExtraError, UserError
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from dstill_jax.errors import UserError
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, e.g. `lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)`."""
@@ -69,13 +65,12 @@ class IncrementalDecoder:
             self._sent = len(self._decode(self._tokens[self._start :]))
 
 
-def token_slots(
-    token_count: int, acceptance_lengths: Sequence[int], *, last_token_drafted: bool = False
-) -> list[int | None]:
+def token_slots(token_count: int, acceptance_lengths: Sequence[int]) -> list[int | None]:
     """Slot of each new token of one response, None for the target's own.
 
     acceptance_lengths: tokens committed in each round, bonus included; one token more may precede them (the prefill's).
-    last_token_drafted: the last round was cut behind an accepted draft token, so its last token is no bonus token.
+    The last token of each round counts as the target's own. Where a stop token or the length cap cut the last round
+    behind an accepted draft token it was drafted too, but the counts do not tell these cases apart.
     """
     extra = token_count - sum(acceptance_lengths)
     if extra not in (0, 1):
@@ -86,24 +81,16 @@ def token_slots(
     slots: list[int | None] = [None] * extra
     for committed in acceptance_lengths:
         slots += [*range(1, committed), None]
-    if last_token_drafted and acceptance_lengths:
-        slots[-1] = acceptance_lengths[-1]
     return slots
 
 
-def colour_segments(
-    tokens: Sequence[int],
-    acceptance_lengths: Sequence[int],
-    decode: Decode,
-    *,
-    last_token_drafted: bool = False,
-) -> list[Segment]:
+def colour_segments(tokens: Sequence[int], acceptance_lengths: Sequence[int], decode: Decode) -> list[Segment]:
     """The text of one response cut into segments of one slot each; joined they give the whole text.
 
     A character made of several tokens belongs to the one that completes it.
     """
     decoder = IncrementalDecoder(decode)
-    slots = token_slots(len(tokens), acceptance_lengths, last_token_drafted=last_token_drafted)
+    slots = token_slots(len(tokens), acceptance_lengths)
     pieces = [Segment(decoder.push(token), slot) for token, slot in zip(tokens, slots, strict=True)]
     return [piece for piece in [*pieces, Segment(decoder.flush(), None)] if piece.text]
 
@@ -162,24 +149,6 @@ def legend_ansi(slots: int) -> str:
     """One line that explains the colours of `to_ansi`."""
     marks = " ".join(to_ansi([Segment(f" {slot} ", slot)], slots) for slot in range(1, slots + 1))
     return f"Draft token accepted in slot {marks}; without colour: chosen by the target."
-
-
-def to_rich(segments: Iterable[Segment], slots: int) -> "Text":
-    """A rich `Text`; rich adapts the colours to the terminal."""
-    try:
-        from rich.text import Text
-    except ImportError as error:
-        raise MissingExtraError("rich", "report") from error
-    colours = slot_colours(slots)
-    text = Text()
-    for segment in segments:
-        if segment.slot is None:
-            text.append(_printable(segment.text))
-        else:
-            rgb = _colour(colours, segment.slot)
-            style = f"{'black' if _dark_text(rgb) else 'white'} on rgb({rgb[0]},{rgb[1]},{rgb[2]})"
-            text.append(_printable(segment.text), style=style)
-    return text
 
 
 def _colour(colours: Sequence[tuple[int, int, int]], slot: int) -> tuple[int, int, int]:

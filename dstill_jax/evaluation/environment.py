@@ -44,9 +44,12 @@ def installed_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
     return versions
 
 
-def current_commit() -> str | None:
-    """Commit of the checkout this package runs from, `-dirty` appended if files differ; None outside a checkout."""
-    here = Path(__file__).resolve()
+def current_commit(file: str | Path = __file__) -> str | None:
+    """Commit of the checkout that tracks `file`, by default the one this package runs from; None outside a checkout.
+
+    `-dirty` is appended if tracked files differ from the commit.
+    """
+    here = Path(file).resolve()
     # An installed copy may lie in a virtual environment inside somebody else's checkout: ask whether git tracks us.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None

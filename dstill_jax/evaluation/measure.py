@@ -119,10 +119,10 @@ def measure(
 
 
 def device_name() -> str:
-    """The accelerator, or the processor and its cores."""
+    """What decodes: one accelerator, however many the job has, or the processor and its cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
-        return f"{jax.device_count()} x {device.device_kind}"
+        return f"1 x {device.device_kind}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"CPU, {cores} cores ({_processor()})"
 

@@ -285,11 +285,18 @@ def _settings(arm: MethodResult) -> tuple[object, ...]:
     return (arm.drafter, arm.method, arm.passes, arm.temperature, arm.training_steps)
 
 
-def _blank(width: float, height: float) -> "Figure":
+def require_matplotlib() -> None:
+    """Raises MissingExtraError, for callers who have long work to do before they draw."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
+
+
+def _blank(width: float, height: float) -> "Figure":
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 

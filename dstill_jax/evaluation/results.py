@@ -23,7 +23,7 @@ LOSSLESS_DEFINITION = (
 )
 SPEEDUP_DEFINITION = (
     "Speed-up: decode seconds per token of our own autoregressive decoding divided by those of the method, in the same "
-    "process, on the same prompts; compilation and prefill apart."
+    "process, on the same prompts; compilation, the prefill and the token that comes from the prefill apart."
 )
 _THINKING = ("on", "off", "not applicable")
 
@@ -134,10 +134,18 @@ class MethodResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of the timed prompts over their decode seconds; None if the arm was not timed."""
-        if self.seconds is None or not sum(self.seconds):
-            return None
-        return sum(self.tokens[: len(self.seconds)]) / sum(self.seconds)
+        """Tokens that the rounds of the timed prompts committed, over their decode seconds.
+
+        The clock starts after the prefill, so the prefill's token is not counted. None if the arm was not timed, or if
+        no timed response has a round.
+        """
+        seconds = self.seconds or ()
+        committed = self.committed(len(seconds)).sum()
+        return float(committed / sum(seconds)) if committed and sum(seconds) else None
+
+    def committed(self, prompts: int) -> np.ndarray:
+        """float64 [prompts]: tokens that the rounds of each of the first prompts committed."""
+        return acceptance.committed_and_rounds(self.acceptance_lengths[:prompts])[0]
 
     def tau_interval(self, bootstrap: Bootstrap = Bootstrap()) -> Interval:
         """`tau_mean` with its interval over prompts."""
@@ -185,21 +193,16 @@ def tau_pooled_change(arm: MethodResult, reference: MethodResult, bootstrap: Boo
 def speedup(arm: MethodResult, baseline: MethodResult, bootstrap: Bootstrap = Bootstrap()) -> Interval | None:
     """Seconds per token of `baseline` over those of `arm`, paired by prompt, over the prompts on which both were timed.
 
-    None if those are fewer than two.
+    Tokens are those that rounds committed, as in `tokens_per_second`. None if those prompts are fewer than two, or if
+    one of the arms has no round or no time on them.
     """
     require_comparable(arm, baseline)
-    if arm.tokens_per_second is None or baseline.tokens_per_second is None:
-        return None
-    timed = min(len(arm.seconds or ()), len(baseline.seconds or ()))
+    ours, theirs = (np.asarray(each.seconds or (), dtype=np.float64) for each in (arm, baseline))
+    timed = min(len(ours), len(theirs))
     if timed < 2:
         return None
-    return stats.speedup_interval(
-        np.asarray((baseline.seconds or ())[:timed]),
-        np.asarray(baseline.tokens[:timed]),
-        np.asarray((arm.seconds or ())[:timed]),
-        np.asarray(arm.tokens[:timed]),
-        bootstrap,
-    )
+    columns = (theirs[:timed], baseline.committed(timed), ours[:timed], arm.committed(timed))
+    return stats.speedup_interval(*columns, bootstrap) if all(column.sum() for column in columns) else None
 
 
 def identical_outputs(arm: MethodResult, baseline: MethodResult) -> int | None:

@@ -50,10 +50,6 @@ class Interval:
         """Half of the distance between the bounds."""
         return (self.high - self.low) / 2
 
-    def excludes(self, value: float) -> bool:
-        """Whether `value` lies outside the interval."""
-        return not self.low <= value <= self.high
-
     def format(self, decimals: int, sign: bool = False) -> str:
         """`1.750 [1.690, 1.808]`, with a sign on each number when asked."""
         spec = f"{'+' if sign else ''}z.{decimals}f"
@@ -76,12 +72,6 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray, bootstrap: 
     """Interval of the pooled ratio sum(numerators) / sum(denominators), both [n] per prompt."""
     top, bottom = _columns(numerators=numerators, denominators=denominators)
     return _interval(lambda w: _ratio(w @ top, w @ bottom), len(top), bootstrap)
-
-
-def paired_difference(values: np.ndarray, reference: np.ndarray, bootstrap: Bootstrap = Bootstrap()) -> Interval:
-    """Interval of mean(values) - mean(reference), both [n] on the same prompts."""
-    ours, theirs = _columns(values=values, reference=reference)
-    return mean_interval(ours - theirs, bootstrap)
 
 
 def paired_mean_change(values: np.ndarray, reference: np.ndarray, bootstrap: Bootstrap = Bootstrap()) -> Interval:
@@ -131,7 +121,10 @@ def speedup_interval(
     tokens: np.ndarray,
     bootstrap: Bootstrap = Bootstrap(),
 ) -> Interval:
-    """Seconds per token of the baseline over those of the method, all [n] on the same prompts, resampled jointly."""
+    """Seconds per token of the baseline over those of the method, all [n] on the same prompts, resampled jointly.
+
+    The tokens are those made within the seconds: a token of the prefill belongs to neither.
+    """
     return paired_ratio_quotient(baseline_seconds, baseline_tokens, seconds, tokens, bootstrap=bootstrap)
 
 

@@ -1,4 +1,4 @@
-"""Tables of an evaluation: one plain `Table` of strings, rendered for Markdown, the terminal (rich) or HTML.
+"""Tables of an evaluation: one plain `Table` of strings, rendered for the terminal (rich) or HTML.
 
 Called by the command line, the demo and the report, so that all three print the same digits.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EMPTY = "–"
 FEW = 50  # a share of fewer cases than this is put in parentheses
 _NARROW = 140  # terminal columns under which slots move to a table of their own
+_MEAN = "tau, mean of responses [95 %]"
 FEW_NOTE = f"A share in parentheses rests on fewer than {FEW} rounds."
 
 
@@ -47,7 +48,7 @@ class Table:
 
 
 def headline_table(result: EvaluationResult, bootstrap: Bootstrap = Bootstrap()) -> Table:
-    """Arm, total steps, tau with interval, pooled tau, slots 1..W, tokens/s, speed-up with interval, notes.
+    """Arm, total steps, mean tau with interval, pooled tau, slots 1..W, tokens/s, speed-up with interval, notes.
 
     A column `drafted` appears when arms draft different lengths; `notes` when an arm has one.
     """
@@ -62,7 +63,7 @@ def headline_table(result: EvaluationResult, bootstrap: Bootstrap = Bootstrap())
     }
     if len({arm.drafted_length for arm in drafting}) > 1:
         columns["drafted"] = (True, [str(arm.drafted_length) for arm in result])
-    columns["tau [95 %]"] = (True, [_tau(arm, tau, tau_decimals) for arm, tau in zip(result, taus, strict=True)])
+    columns[_MEAN] = (True, [_tau(arm, tau, tau_decimals) for arm, tau in zip(result, taus, strict=True)])
     columns["tau pooled"] = (True, [f"{arm.tau_pooled:.{tau_decimals}f}" for arm in result])
     shares = [_shares(arm, slots) for arm in result]
     for slot in range(slots):
@@ -125,17 +126,6 @@ def decimals_for(intervals: Sequence[Interval]) -> int:
     return min(3, max(1, 1 - math.floor(math.log10(widths[len(widths) // 2]))))
 
 
-def markdown_table(table: Table) -> str:
-    """GitHub-flavoured Markdown with its footnotes below."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(_markdown_cell(cell) for cell in cells) + " |"
-
-    rule = "|" + "|".join("---:" if numeric else "---" for numeric in table.numeric) + "|"
-    lines = [line(table.columns), rule, *(line(row) for row in table.rows)]
-    return "\n".join(lines + [""] + [_markdown_cell(note) + "\n" for note in table.footnotes]).rstrip() + "\n"
-
-
 def html_table(table: Table) -> str:
     """A `<table>` element with escaped cells (footnotes are left to the page)."""
 
@@ -173,7 +163,7 @@ def print_headline(
     console = rich["Console"]() if console is None else console
     table = headline_table(result, bootstrap)
     slots = {name: name.removeprefix("slot ") for name in table.columns if name.startswith("slot ")}
-    short = slots | {"total steps": "steps", "tau pooled": "pooled"}
+    short = slots | {"total steps": "steps", "tau pooled": "pooled", _MEAN: _MEAN.replace("of ", "of\n")}
     if console.width >= _NARROW:
         console.print(rich_table(table.select([name for name in table.columns if name != "notes"], rename=short)))
     else:
@@ -227,13 +217,9 @@ def _speed(arm: MethodResult) -> str:
 
 
 def _speedup(result: EvaluationResult, arm: MethodResult, interval: Interval | None, decimals: int) -> str:
-    if arm is result.baseline(arm) and arm.seconds is not None:
+    if arm is result.baseline(arm) and arm.tokens_per_second is not None:
         return "1 (baseline)"
     return EMPTY if interval is None else interval.format(min(2, decimals))
-
-
-def _markdown_cell(text: str) -> str:
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def _rich() -> dict[str, Any]:

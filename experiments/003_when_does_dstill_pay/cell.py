@@ -14,6 +14,7 @@ from calibration import calibrate
 from grid import NEW_TOKENS, PROMPT_TOKENS, Arm, arms, run_config
 from texts import held_out
 
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.decoding.session import Request, Session
 from dstill_jax.locks import only_one
@@ -27,6 +28,7 @@ _TREES = (16, 64)
 
 def run_cell(root: Path, target_folder: str, size: str, block_size: int, seed: int, name: str, *, final: bool) -> None:
     """Trains and measures one cell; `final` measures on the last prompts, too."""
+    keep_freed_memory()
     grid = arms(block_size, size)
     arm = grid[name]
     target = load_target(target_folder)
@@ -43,7 +45,7 @@ def train_cell(
     root: Path, target_folder: str, target: Target, grid: dict[str, Arm], block_size: int, seed: int, name: str
 ) -> None:
     out = cell_folder(root, block_size, seed, name)
-    if (out / "drafter").exists():  # it is written when the training is complete
+    if (out / "drafter" / "config.json").exists():  # written last, when the training is complete
         return
     folders = {other: str(cell_folder(root, block_size, seed, other) / "drafter") for other in grid}
     config = run_config(grid[name], block_size, seed, target_folder, str(root / "train"), str(out), folders)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from grid import STEP_COST, arms, run_config
 
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.runs import RunConfig, run_stage
 from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_target
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/003"))
     parser.add_argument("--data", default="large", choices=("small", "large"))
     args = parser.parse_args()
+    keep_freed_memory()
     folder = str(fetch("tiny"))
     target = load_target(folder)
     for block_size in STEP_COST:

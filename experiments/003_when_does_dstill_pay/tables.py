@@ -16,7 +16,7 @@ from texts import SIZES, count
 
 from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 
-CONTROLS = ("a1c", "auf", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
+CONTROLS = ("a1", "a1c", "auf", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
 _SETS = ("choosing", "final")
 _NAME = 8  # letters of a target's fingerprint that name its folder
 
@@ -41,7 +41,7 @@ def collect(root: Path, kept: Path) -> None:
 
 
 def write_results(kept: Path, path: Path) -> None:
-    """Everything that `collect` has kept, as JSON; prints the tables. Targets of which only results are left stay."""
+    """Everything that `collect` has kept, as JSON; prints all tables, those of targets of which only results are left, too."""
     targets = json.loads(path.read_text())["targets"] if path.exists() else {}
     results: dict[str, Any] = {"step_cost": STEP_COST, "targets": targets}
     for folder in sorted(kept.iterdir() if kept.exists() else ()):
@@ -53,8 +53,12 @@ def write_results(kept: Path, path: Path) -> None:
                     lines = _lines(folder / size, size, block, which)
                     if lines:
                         of_target[size][f"block {block}, {which}"] = lines
-                        _print(f"target {folder.name}, {size} data, block {block}, prompts for {which}", lines)
         results["targets"][folder.name] = of_target
+    for name, sizes in results["targets"].items():
+        for size, tables in sizes.items():
+            for table, lines in tables.items():
+                if table != "prompts":
+                    _print(f"target {name}, {size} data, {table}", lines)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
@@ -97,13 +101,10 @@ def _lines(root: Path, size: str, block: int, which: str) -> list[dict[str, Any]
 
 def _changes(everything: dict[str, dict[int, dict[str, Any]]], name: str, label: str) -> dict[str, Any]:
     """Change of tau in per cent: against each control in the same setting, and against the arm's own one pass."""
-    others = [(control, label) for control in CONTROLS if control != name]
+    depth = "deep_" if name.startswith("deep_") else ""
+    others = [(depth + control, label) for control in CONTROLS if depth + control != name]
     if label != "one pass":
         others.append((name, "one pass"))
-    if name.startswith("deep_"):
-        others = [
-            (f"deep_{other}", label) if not other.startswith("deep_") else (other, label) for other, label in others
-        ]
     changes = {}
     for other, other_label in others:
         ours, theirs = everything[name], everything.get(other, {})

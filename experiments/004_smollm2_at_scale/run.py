@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dstill_jax.blocks import ViewMix
-from dstill_jax.commands import read_prompts, render, training_prompts
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.pipeline import PipelineConfig
 from dstill_jax.data.prepare_config import PrepareConfig
+from dstill_jax.data.prompt_sets import read_prompts, render, training_prompts
 from dstill_jax.data.prompts import PromptSource
 from dstill_jax.distill.config import StageOneConfig, StageTwoConfig, dflash_baseline
 from dstill_jax.distill.initialise import DrafterShape
@@ -174,7 +174,7 @@ def measure_all(root: Path, target: Target) -> dict[str, Any]:
             arms = everything if first else few
             path = root / f"measured_{prompts}_{temperature:g}.json"
             if not path.exists() or {a.name for a in EvaluationResult.load(path)} != {a.name for a in arms}:
-                rows = [p for p in render(target, read_prompts(prompts, None), raw=False) if len(p) <= 512][:count]
+                rows = [p for p in render(target, read_prompts(prompts)) if len(p) <= 512][:count]
                 config = EvaluationConfig(DECODED, temperature, seed=7, timed_prompts=TIMED if first else 0)
                 result, _ = measure(target, arms, rows, config, prompts_name=f"{prompts}, not trained on")
                 result.save(path)

@@ -191,7 +191,7 @@ def test_finished_conversations_become_a_dataset_without_a_target_s_answers(tmp_
     path = tmp_path / "talks.jsonl"
     talk = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
     path.write_text(json.dumps({"id": "t", "messages": [{"role": r, "content": c} for r, c in talk]}) + "\n")
-    config = make_config(tmp_path, source=PromptSource(str(path), conversations=True))
+    config = PrepareConfig("fake", PromptSource(str(path), conversations=True), str(tmp_path / "out"))
     summary = run(config)
     row = ConversationDataset(config.out)[0]
     assert FakeTokenizer().decode(row.tokens[row.loss_mask]) == "bc<|end|>e<|end|>"

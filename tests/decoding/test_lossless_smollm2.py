@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dstill_jax.commands import read_prompts, render
+from dstill_jax.data.prompt_sets import read_prompts, render
 from dstill_jax.decoding.generate import generate
 from dstill_jax.distill.initialise import DrafterShape, new_params
 from dstill_jax.models.drafter import Drafter
@@ -29,7 +29,7 @@ SAMPLING = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.95}, {"tempera
 @pytest.fixture(scope="module")
 def material():
     target = load_target(fetch("smollm2"))
-    prompts = [p for p in render(target, read_prompts("gsm8k", 40), raw=False) if len(p) <= 96][:14]
+    prompts = [p for p in render(target, read_prompts("gsm8k", 40)) if len(p) <= 96][:14]
     shape = DrafterShape(mask_token_id=16, num_layers=2, block_size=8, init_from_layers=(28, 29))
     config = shape.build(target.config)
     params = new_params(shape, config, target.config, target.params, jax.random.key(0))

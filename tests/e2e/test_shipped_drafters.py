@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstill_jax.commands import read_prompts, render
+from dstill_jax.data.prompt_sets import read_prompts, render
 from dstill_jax.decoding.generate import generate
 from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_drafter, load_target
@@ -25,7 +25,7 @@ def test_the_shipped_weights_are_bfloat16_and_small() -> None:
 @pytest.mark.slow
 def test_the_shipped_drafter_is_as_good_as_its_card_says_and_changes_no_token() -> None:
     target = load_target(fetch("smollm2"))
-    prompts = render(target, read_prompts("gsm8k", 20), raw=False)
+    prompts = render(target, read_prompts("gsm8k", 20))
     options = {"max_new_tokens": 96}
     drafted = generate(target, prompts, "dflash", load_drafter(str(FOLDER), target), draft_tokens=3, **options)
     assert drafted.tokens == generate(target, prompts, **options).tokens

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dstill_jax.errors import UserError
 from dstill_jax.evaluation import IncrementalDecoder, Segment, colour_segments
-from dstill_jax.evaluation.colour import legend_html, slot_colours, to_ansi, to_html, to_rich, token_slots
+from dstill_jax.evaluation.colour import legend_html, slot_colours, to_ansi, to_html, token_slots
 
 
 def decode_bytes(ids):
@@ -26,7 +26,6 @@ def decode_words(ids):
 def test_slots_count_drafts_from_one_and_leave_the_bonus_uncoloured():
     assert token_slots(6, [3, 1, 2]) == [1, 2, None, None, 1, None]
     assert token_slots(4, [3]) == [None, 1, 2, None]  # the first token came from the prefill
-    assert token_slots(3, [1, 2], last_token_drafted=True) == [None, 1, 2]
     assert token_slots(1, []) == [None]
     with pytest.raises(UserError, match="must sum to the 9 tokens"):
         token_slots(9, [3])
@@ -102,11 +101,6 @@ def test_terminal_text_has_no_escape_but_our_own():
     assert bare == "a␛]0;title␇\nbc"
     assert "\x1b[0m\n" in text  # no background across the line end
     assert text.endswith("c")
-
-
-def test_rich_text_carries_the_same_characters():
-    text = to_rich([Segment("[bold]x", 1), Segment("y", None)], 2)
-    assert text.plain == "[bold]xy" and len(text.spans) == 1
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 15])

