@@ -3,7 +3,6 @@
 Read by `models/` (to build), `weights/` (to load and save) and everything that needs a shape.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from dstill_jax.errors import UserError
@@ -134,11 +133,6 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     if num_taps < 1 or last < num_taps:
         raise UserError(f"cannot spread {num_taps} taps over layers 1..{last} of a {num_target_layers}-layer target")
     return tuple(round(1 + i * (last - 1) / (num_taps - 1)) for i in range(num_taps))
-
-
-def to_json_dict(config: object) -> dict:
-    """A dataclass as plain JSON values."""
-    return dataclasses.asdict(config)  # type: ignore[arg-type]
 
 
 def check_drafter_matches(config: DrafterConfig, target: TargetConfig) -> None:

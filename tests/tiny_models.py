@@ -85,6 +85,13 @@ def random_drafter(target: Target, seed: int = 1, **changes) -> Drafter:
     return Drafter(config, spread(_empty(drafter_lib.init_params, config), seed))
 
 
+def stack_layers(params: dict) -> dict:
+    """Unrolled parameters (`layers_0`, `layers_1`, ...) to the scanned form (`layers`)."""
+    names = [f"layers_{i}" for i in range(sum(name.startswith("layers_") for name in params))]
+    rest = {name: value for name, value in params.items() if name not in names}
+    return {**rest, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[n] for n in names))}
+
+
 def markov_target(logits: np.ndarray, **changes) -> Target:
     """A target whose logits after token t are exactly `logits[t]`, whatever came before.
 

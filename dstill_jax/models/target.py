@@ -161,13 +161,6 @@ def is_stacked(params: Params) -> bool:
     return "layers" in params
 
 
-def stack_layers(params: Params) -> Params:
-    """Unrolled parameters (`layers_0`, `layers_1`, ...) to the scanned form (`layers`)."""
-    names = [f"layers_{i}" for i in range(sum(name.startswith("layers_") for name in params))]
-    rest = {name: value for name, value in params.items() if name not in names}
-    return {**rest, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[n] for n in names))}
-
-
 def unstack_layers(params: Params) -> Params:
     """Scanned parameters to the unrolled form."""
     rest = {name: value for name, value in params.items() if name != "layers"}

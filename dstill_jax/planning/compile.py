@@ -20,6 +20,7 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
+from dstill_jax.models.drafter import Drafter
 from dstill_jax.planning.count import Counts, Program
 from dstill_jax.runs import RunConfig, loss_function
 from dstill_jax.sharding.mesh import build_mesh, check_model_divides
@@ -87,28 +88,48 @@ def device_bytes(tree: Any) -> float:
     )
 
 
-def drafter_config(config: RunConfig, target: TargetConfig, shape: DrafterShape | None = None) -> DrafterConfig:
-    """The drafter of a run: `new`, or the folder it goes on from, or `shape` where that folder is not there yet.
+def settle(
+    config: RunConfig, target: TargetConfig, shape: DrafterShape | None = None
+) -> tuple[RunConfig, DrafterConfig]:
+    """The run with the vocabulary that training takes from the drafters given to it, and its drafter.
 
-    Raises UserError when none of them tells.
+    That is `new`, or the one the run goes on from, or `shape` where no folder here has that one yet. A teacher that is
+    in no folder here is not asked for its vocabulary.
+
+    Raises UserError when none of them tells, or a drafter was made for another target.
     """
-    if config.new is not None:
-        return config.new.build(target)
-    from dstill_jax.weights.load import load_drafter
+    begun = None if config.start_from is None else _given(config.start_from, target, required=shape is None)
+    teacher = None if config.teacher is None else _given(config.teacher, target, required=False)
+    for given in (begun, teacher):
+        if given is not None and given.vocabulary is not None:
+            config = dataclasses.replace(config, vocabulary=len(given.vocabulary))
+    if begun is not None:
+        return config, begun.config
+    new = config.new or shape
+    assert new is not None  # a drafter to go on from is required where there is no shape
+    return config, new.build(target)
 
-    folder = config.start_from or ""
-    if Path(folder, "config.json").exists():
-        return load_drafter(folder).config
-    if shape is None:
+
+def _given(path: str, target: TargetConfig, *, required: bool) -> Drafter | None:
+    """A drafter without its weights; None where no folder here has it and it is not required."""
+    from dstill_jax.weights.load import describe_drafter
+
+    folder = Path(path).expanduser()
+    here = any((folder / part / "config.json").exists() for part in ("", "drafter"))
+    if not here and not required:
+        return None
+    try:
+        return describe_drafter(path, target)
+    except UserError as error:
+        if here:
+            raise
         raise UserError(
-            f"the run goes on from {folder}, which is not there, so its drafter's shape is not known;"
-            " let the config file export SHAPE, a DrafterShape"
-        )
-    return shape.build(target)
+            f"{error}; to plan before this drafter is there, let the config file export SHAPE, a DrafterShape"
+        ) from None
 
 
 def abstract_run(config: RunConfig, target: TargetConfig, drafter: DrafterConfig, devices: list[Any]) -> AbstractRun:
-    """The train step of a run on these devices, and the shapes it takes.
+    """The train step of a run, as `settle` gives it, on these devices, and the shapes it takes.
 
     Raises UserError when mesh, model and batch do not divide.
     """
@@ -192,17 +213,18 @@ def _out_of_memory(message: str) -> str | None:
 
 
 def require_target(name: str) -> TargetConfig:
-    """The target's configuration alone: a folder, or the name of one of the shapes known without a network.
+    """The target's configuration alone: of a shape known without a network by its name, of a folder, or of a hub id.
 
-    Raises UserError listing the known names when there is neither.
+    A folder needs no weights, and of a hub id none are downloaded. Raises UserError listing the known names when it is
+    none of them.
     """
     from dstill_jax.planning.targets import KNOWN
 
     if name in KNOWN:
         return KNOWN[name]
-    from dstill_jax.weights.load import describe_target
+    from dstill_jax.weights.load import describe_target_config
 
     try:
-        return describe_target(name).config
+        return describe_target_config(name)
     except UserError as error:
         raise UserError(f"{error}; planning knows without a network: {', '.join(KNOWN)}") from None

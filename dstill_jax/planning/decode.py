@@ -24,7 +24,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.planning.chips import Slice, parse_slice, slice_devices
-from dstill_jax.planning.compile import AbstractRun, compile_step, device_bytes, drafter_config, require_target
+from dstill_jax.planning.compile import AbstractRun, compile_step, device_bytes, require_target, settle
 from dstill_jax.planning.report import NOTE, bounds, memory_values, slice_values
 from dstill_jax.runs import RunConfig
 from dstill_jax.sharding.activations import use_mesh
@@ -50,7 +50,7 @@ def plan_decoding(
     place = parse_slice(slice_name)
     devices = slice_devices(place)
     target = require_target(config.target)
-    drafter = drafter_config(config, target, shape)
+    drafter = settle(config, target, shape)[1]
     mesh = decoding_mesh(target, drafter, place)
     run = abstract_round(target, drafter, mesh, rows, capacity, devices, jnp.dtype(config.compute_dtype))
     compiled = compile_step(run, place.num_slices, quick=quick)

@@ -39,8 +39,9 @@ def step_flops(
     rows: int,
     seq_len: int,
     anchors: int,
+    columns: int,
 ) -> StepFlops:
-    """Model FLOPs of a step over `rows` rows of `seq_len` tokens with `anchors` blocks each."""
+    """Model FLOPs of a step over `rows` rows of `seq_len` tokens with `anchors` blocks each; the head has `columns`."""
     K, L, D, T = drafter.block_size, drafter.num_layers, drafter.hidden_size, drafter.num_taps
     context, slots = rows * seq_len, rows * anchors * K
     visible = 4 * target.num_heads * target.head_dim * seq_len / 2
@@ -51,7 +52,7 @@ def step_flops(
     one_pass = slots * L * one_layer
     # The taps take no gradient, so their projection is two products, not three.
     of_drafter = 2 * projection + 3 * context_kv + 3 * one_pass
-    head_row = 2 * D * target.vocab_size
+    head_row = 2 * D * columns
     scored = rows * anchors * (K - 1)
     loss = objective.loss
     of_head = scored * head_row * (2 + loss.needs_target + loss.uses("teacher_kl"))

@@ -1,6 +1,8 @@
 """Plans: one run on one slice, and the search for the settings with the best bound. Called by `dstill plan`."""
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Memory
 from dstill_jax.planning.chips import Slice, parse_slice, slice_devices
-from dstill_jax.planning.compile import abstract_run, compile_step, drafter_config, require_target
+from dstill_jax.planning.compile import abstract_run, compile_step, require_target, settle
 from dstill_jax.planning.report import plan_values
 from dstill_jax.runs import RunConfig
 from dstill_jax.sharding.mesh import MeshConfig
@@ -29,8 +31,9 @@ def plan(
     place = parse_slice(slice_name)
     devices = slice_devices(place)
     target = require_target(config.target)
+    config, drafter = settle(config, target, shape)
     config, changed = fit_to_slice(config, place)
-    return _plan(config, place, devices, target, drafter_config(config, target, shape), changed, quick)
+    return _plan(config, place, devices, target, drafter, changed, quick)
 
 
 def _plan(
@@ -79,31 +82,36 @@ def fit_to_slice(config: RunConfig, place: Slice) -> tuple[RunConfig, dict[str, 
 
 
 def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[str, Any]]]:
-    """What `search` tries: mesh shapes x rows per device x remat, the cheapest in memory last.
+    """What `search` tries: mesh shapes x rows per device x remat.
 
-    The optimiser step keeps its number of rows where the shares divide it: fewer rows per device are micro-batches.
+    All meshes with the settings that take the most memory come first, all with the cheapest in memory last, so that
+    the first few are of every mesh. The optimiser step keeps its number of rows where they divide: fewer rows per
+    device are micro-batches. Where they do not, it is a single micro-batch of another number of rows.
     """
     inner = place.num_devices // place.num_slices
+    meshes = [
+        MeshConfig(inner // (fsdp * tensor), fsdp, tensor, place.num_slices)
+        for tensor in (1, 2, 4)
+        for fsdp in sorted({min(16, inner // tensor), 32, 64})
+        if fsdp and inner % (fsdp * tensor) == 0
+    ]
     found = []
-    for tensor in (1, 2, 4):
-        for fsdp in sorted({min(16, inner // tensor), 32, 64}):
-            if not fsdp or inner % (fsdp * tensor):
-                continue
-            mesh = MeshConfig(inner // (fsdp * tensor), fsdp, tensor, place.num_slices)
-            for per_share in (4, 2, 1):
-                for memory in (Memory(scan_layers=True), Memory(scan_layers=True, remat_layers=True)):
-                    batches = dataclasses.replace(config.batches, batch_size=per_share * tensor * mesh.row_shares)
-                    changed = {
-                        "mesh": mesh.describe(),
-                        "batches.batch_size": batches.batch_size,
-                        "memory": f"remat_layers={memory.remat_layers}",
-                    }
-                    train = dataclasses.replace(config.train, accumulate_steps=1)
-                    try:
-                        made = dataclasses.replace(config, mesh=mesh, batches=batches, memory=memory, train=train)
-                    except UserError:
-                        continue
-                    found.append((made, changed))
+    for per_device, remat, mesh in itertools.product((4, 2, 1), (False, True), meshes):
+        micro = per_device * mesh.size
+        count, rest = divmod(config.batches.batch_size, micro)
+        steps = 1 if rest else count
+        batches = dataclasses.replace(config.batches, batch_size=micro * steps)
+        train = dataclasses.replace(config.train, accumulate_steps=steps)
+        memory = Memory(scan_layers=True, remat_layers=remat)
+        changed = {
+            "mesh": mesh.describe(),
+            "batches.batch_size": batches.batch_size,
+            "train.accumulate_steps": steps,
+            "memory": f"remat_layers={remat}",
+        }
+        with contextlib.suppress(UserError):  # what the run itself refuses
+            made = dataclasses.replace(config, mesh=mesh, batches=batches, memory=memory, train=train)
+            found.append((made, changed))
     return found
 
 
@@ -116,39 +124,23 @@ def search(
     shape: DrafterShape | None = None,
     quick: bool = False,
 ) -> list[dict[str, Any]]:
-    """Plans up to `limit` settings, best first: highest bound on tokens a second among those that fit.
-
-    Once a setting does not fit, those that need more memory in every respect are passed over.
-    """
+    """Plans up to `limit` of the `candidates`, best first: highest bound on tokens a second among those that fit."""
     place = parse_slice(slice_name)
     devices, target = slice_devices(place), require_target(config.target)
-    drafter = drafter_config(config, target, shape)
+    config, drafter = settle(config, target, shape)
     results: list[dict[str, Any]] = []
-    too_big: list[RunConfig] = []
     for made, changed in candidates(config, place):
         if len(results) >= limit:
             break
-        if any(_needs_more(made, other) for other in too_big):
-            continue
         try:
             values = _plan(made, place, devices, target, drafter, changed, quick)
         except UserError:  # heads, vocabulary or width do not divide over this mesh
             continue
         results.append(values)
-        if not values["fits"]:
-            too_big.append(made)
         if report is not None:
             verdict = (
                 f"{values['tokens_per_second_at_most']:,.0f} tokens/s at most" if values["fits"] else values["reason"]
             )
-            report(f"{changed['mesh']}, {changed['batches.batch_size']} rows, {changed['memory']}: {verdict}")
+            rows, steps = made.batches.batch_size, made.train.accumulate_steps
+            report(f"{changed['mesh']}, batch_size={rows}, accumulate_steps={steps}, {changed['memory']}: {verdict}")
     return sorted(results, key=lambda v: -v.get("tokens_per_second_at_most", 0.0))
-
-
-def _needs_more(a: RunConfig, b: RunConfig) -> bool:
-    """Whether `a` surely needs at least the memory of `b`: more rows on a device, and nothing done to save any."""
-    return (
-        a.mesh == b.mesh
-        and a.batches.batch_size >= b.batches.batch_size
-        and a.memory.remat_layers <= b.memory.remat_layers
-    )

@@ -36,6 +36,7 @@ def plan_values(
         batches.batch_size,
         batches.seq_len,
         config.anchors_per_row,
+        run.frozen.head.shape[1],
     )
     values: dict[str, Any] = {
         "note": NOTE,
@@ -165,6 +166,8 @@ def plan_text(values: dict[str, Any]) -> str:
         f"host memory per device: {_size(host['checkpoint copy'])} while a checkpoint is written,"
         f" {_size(host['largest share'])} while weights are loaded; hosts have {_size(host['available'])}"
     )
+    if not values["host_fits"]:
+        lines.append("DOES NOT FIT: host memory; raise mesh.fsdp or mesh.tensor, or take a larger slice")
     lines.append(f"features of 800k full rows, were they stored: {_size(values['feature_disk_bytes'])} of disk")
     return _text(values, lines)
 

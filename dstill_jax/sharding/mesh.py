@@ -66,7 +66,8 @@ class MeshConfig:
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over all devices (or those given), laid out so that the inner axes are neighbours on the torus.
 
-    Raises UserError when the number of devices is not the product of the axes.
+    Raises UserError when the number of devices is not the product of the axes, and when they lie in several TPU slices
+    that `dcn_data` does not tell apart.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) != config.size:
@@ -74,7 +75,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
             f"the mesh ({config.describe()}) has {config.size} places, but there are {len(devices)} devices;"
             f" make the product of mesh.{', mesh.'.join(AXES)} equal {len(devices)}"
         )
-    if config.dcn_data > 1 and len({getattr(d, "slice_index", 0) for d in devices}) == config.dcn_data:
+    slices = len({getattr(d, "slice_index", 0) for d in devices})  # simulated devices have no such number
+    if slices > 1 and slices != config.dcn_data and devices[0].platform == "tpu":
+        # jax would refuse some of these layouts without saying why, and let others mix slices within an axis.
+        raise UserError(
+            f"mesh.dcn_data={config.dcn_data}, but the devices are in {slices} slices; set mesh.dcn_data={slices}"
+        )
+    if config.dcn_data > 1 and slices == config.dcn_data:
         inner = (1, *config.shape[1:])
         outer = (config.dcn_data, 1, 1, 1)
         array = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)

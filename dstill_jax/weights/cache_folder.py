@@ -6,10 +6,12 @@ Called by `packages`, `gguf`, `tiny` and `embedded`. A file or folder made here 
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dstill_jax.errors import UserError
 
@@ -22,7 +24,9 @@ def cache_root(cache_dir: str | os.PathLike | None = None) -> Path:
     Raises:
         UserError: the folder cannot be made or written to.
     """
-    folder = Path(cache_dir or os.environ.get("DSTILL_CACHE") or Path.home() / ".cache" / "dstill_jax").expanduser()
+    folder = Path(
+        os.path.expanduser(cache_dir or os.environ.get("DSTILL_CACHE") or Path.home() / ".cache" / "dstill_jax")
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,13 +53,14 @@ def locked(path: Path) -> Iterator[None]:
 
     The operating system drops the lock of a killed process. Where there are no such locks (Windows) it does nothing.
     """
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:
         yield
         return
-    with open(path.with_name(path.name + ".lock"), "w") as file:
+    with open(path.with_name(path.name + ".lock"), "a") as file:  # a file of that name may be somebody's
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -64,10 +69,16 @@ def locked(path: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yields an empty working folder that takes the name `path` when the block ends without an error.
 
-    Whatever stood at `path` is replaced. A working folder left by a killed run is cleared first. Call under
-    `locked(path)`.
+    A folder made here before is replaced. A working folder left by a killed run is cleared first. Call under
+    `locked(path)`. The block writes `provenance.json`, by which the folder is known later (`provenance`).
+
+    Raises:
+        UserError: something else stands at `path`, or writing failed.
     """
-    partial = path.with_name(path.name + ".partial")
+    require_replaceable(path)
+    path = path.resolve()
+    # Names that nobody gives to a folder of his own: what has them may be deleted.
+    partial, old = (path.with_name(f".{path.name}.dstill-{kind}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -80,15 +91,47 @@ def new_folder(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and not isinstance(error, UserError):
             raise UserError(f"writing {path} failed: {error.strerror or error}; free some space and retry") from error
         raise
+    shutil.rmtree(old, ignore_errors=True)
     if path.exists():
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
-        partial.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(path)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
     _sync(path.parent)
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises `UserError` unless `path` is free, an empty folder, or one made by `new_folder`."""
+    if not path.exists():
+        return
+    advice = "move it, or choose another folder (of the cache: DSTILL_CACHE)"
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; {advice}")
+    found = sorted(file.name for file in path.iterdir())
+    if found and provenance(path) is None:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UserError(f"{path.resolve()} holds {found[0]}{more}, and dstill did not make that folder; {advice}")
+
+
+def provenance(folder: Path) -> dict[str, Any] | None:
+    """What `provenance.json` says of a folder made by `new_folder`; None: it is no such folder."""
+    try:
+        found = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    # Datasets have a file of that name, too.
+    ours = isinstance(found, dict) and isinstance(found.get("files"), dict) and ("source" in found or "recipe" in found)
+    return found if ours else None
+
+
+def is_whole(folder: Path, **origin: Any) -> bool:
+    """Whether `folder` was made from `origin` (`source=` or `recipe=`) and its files have the sizes they were written with."""
+    found = provenance(folder)
+    if found is None or any(found.get(name) != value for name, value in origin.items()):
+        return False
+    try:
+        return all((folder / file).stat().st_size == size for file, size in found["files"].items())
+    except OSError:
+        return False
 
 
 def replace_file(partial: Path, path: Path) -> None:

@@ -4,24 +4,28 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dstill_jax.errors import MissingExtraError, UserError
 from dstill_jax.weights.cache_folder import replace_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+CONFIG_FILES = ("*.json",)
 
 
-def resolve_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+def resolve_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] = MODEL_FILES) -> Path:
     """A local folder as it is; anything that looks like a hub id is downloaded (or found in the hub's cache).
+
+    Args:
+        files: patterns of what is downloaded: `CONFIG_FILES` where no weights are read.
 
     Raises:
         UserError: neither a folder nor an id that the hub could deliver.
         MissingExtraError: a hub id was given and `huggingface_hub` is not installed.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = Path(os.path.expanduser(path_or_hub_id))  # unlike Path.expanduser it leaves a user who is not there alone
     if path.is_dir():
         return path
     if path.exists():
@@ -35,7 +39,7 @@ def resolve_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise MissingExtraError("huggingface_hub", "data") from None
     try:
         # Files of sub-folders are other formats of the same weights.
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"]))
     except Exception as error:  # the hub client raises many unrelated types: offline, unknown, private, interrupted
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(

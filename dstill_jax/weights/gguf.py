@@ -64,15 +64,18 @@ def convert_gguf(
 
     Args:
         gguf_file: the file to read.
-        folder: where to write; replaced if it exists.
+        folder: where to write; a folder made by an earlier call is replaced.
         source: what to say in provenance.json about where the file comes from.
         report: told in a line what is being done.
 
     Raises:
-        UserError: the file is no GGUF, or holds something this library cannot represent exactly.
+        UserError: the file is no GGUF, or holds something this library cannot represent exactly; the folder holds
+            something else.
         MissingExtraError: the `gguf` or `tokenizers` package is absent.
     """
-    gguf_file, folder = Path(gguf_file), Path(folder)
+    gguf_file, folder = (Path(os.path.expanduser(path)) for path in (gguf_file, folder))
+    if folder.resolve() in gguf_file.resolve().parents:
+        raise UserError(f"{gguf_file} lies in the folder to write, {folder}; choose another folder")
     reader = _open(gguf_file)
     values = _Metadata(reader, gguf_file)
     config = _model_config(values, reader)

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
 from dstill_jax.weights.embedded import EMBEDDED_TARGETS, resolve
-from dstill_jax.weights.folders import read_json, resolve_folder, write_json
+from dstill_jax.weights.folders import CONFIG_FILES, MODEL_FILES, read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
     drafter_config_dict,
     generation_eos_token_ids,
@@ -70,7 +70,8 @@ def load_target(
       dtype: of the parameters: "float32", "bfloat16" or "float16".
       scan_layers: True stacks the layers' parameters on a leading axis; False keeps a subtree per layer, its matrices
         stored output first (`models/layers.py`); None: stacked unless the backend is a CPU.
-      mesh: spread the parameters over it as `sharding/rules.py` says; each process reads its own byte ranges only.
+      mesh: spread the parameters over it as `sharding/rules.py` says; each process reads the byte ranges of its own
+        devices, once (whole rows where its part of a row is under 4 KB).
 
     Raises:
       UserError: the folder, its config or a tensor cannot be represented exactly; the field or tensor is named. A
@@ -96,13 +97,25 @@ def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
     return _open_target(path_or_hub_id)[0]
 
 
-def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
-    folder = resolve_folder(resolve(path_or_hub_id, EMBEDDED_TARGETS))
+def describe_target_config(path_or_hub_id: str | os.PathLike[str]) -> TargetConfig:
+    """A target's configuration, of a folder that may lack the weights; of a hub id only JSON files are downloaded.
+
+    Raises UserError for what `load_target` would not load either.
+    """
+    return _target_config(resolve_folder(resolve(path_or_hub_id, EMBEDDED_TARGETS), CONFIG_FILES))
+
+
+def _target_config(folder: Path) -> TargetConfig:
     generation_file = folder / "generation_config.json"
     with _blaming(generation_file):
         more = generation_eos_token_ids(read_json(generation_file)) if generation_file.exists() else ()
     with _blaming(folder / CONFIG_FILE):
-        config = parse_target_config(read_json(folder / CONFIG_FILE), more)
+        return parse_target_config(read_json(folder / CONFIG_FILE), more)
+
+
+def _open_target(path_or_hub_id: str | os.PathLike[str]) -> tuple[Target, WeightFiles]:
+    folder = resolve_folder(resolve(path_or_hub_id, EMBEDDED_TARGETS))
+    config = _target_config(folder)
     files = open_weights(folder)
     fingerprint = files.fingerprint((folder / CONFIG_FILE).read_bytes())
     return Target(config, {}, str(folder), fingerprint), files
@@ -128,17 +141,36 @@ def load_drafter(
     """
     loaded = target is not None and bool(target.params)
     wanted = numpy_dtype(dtype or (str(target.dtype) if loaded else "float32"))
-    inner = Path(path_or_hub_id) / "drafter"
-    folder = resolve_folder(inner if (inner / CONFIG_FILE).exists() else path_or_hub_id)
+    described = _describe_drafter(path_or_hub_id, None if target is None else target.config, MODEL_FILES)
+    folder = Path(described.source)
+    files = open_weights(folder)
+    with _blaming(folder):
+        entries = drafter_entries(described.config)
+        check_tensors(files, entries, described.config)
+        params = _read(files, entries, wanted, False, mesh)
+    return dataclasses.replace(described, params=params)
+
+
+def describe_drafter(path_or_hub_id: str | os.PathLike[str], target: TargetConfig | None = None) -> Drafter:
+    """A drafter without its parameters: the folder may lack the weights; of a hub id only JSON files are downloaded.
+
+    Folders, `target` and errors as for `load_drafter`.
+    """
+    return _describe_drafter(path_or_hub_id, target, CONFIG_FILES)
+
+
+def _describe_drafter(
+    path_or_hub_id: str | os.PathLike[str], target: TargetConfig | None, downloaded: Sequence[str]
+) -> Drafter:
+    run = Path(os.path.expanduser(path_or_hub_id))
+    finished = (run / "drafter" / CONFIG_FILE).exists()
+    if not finished and (run / "metrics.jsonl").exists():
+        raise UserError(f"{path_or_hub_id}: this run has not ended, so it has no drafter yet; run `dstill train` again")
+    folder = run / "drafter" if finished else resolve_folder(path_or_hub_id, downloaded)
     with _blaming(folder / CONFIG_FILE):
         config = parse_drafter_config(read_json(folder / CONFIG_FILE))
         if target is not None:
-            check_drafter_matches(config, target.config)
-    files = open_weights(folder)
-    with _blaming(folder):
-        entries = drafter_entries(config)
-        check_tensors(files, entries, config)
-        params = _read(files, entries, wanted, False, mesh)
+            check_drafter_matches(config, target)
     provenance = folder / PROVENANCE_FILE
     known = read_json(provenance) if provenance.exists() else {}
     with _blaming(provenance):
@@ -147,7 +179,7 @@ def load_drafter(
             raise UserError(
                 f"target_fingerprint={known['target_fingerprint']!r} must be a text; export the drafter again"
             )
-    return Drafter(config, params, str(folder), known.get("target_fingerprint"), vocabulary)
+    return Drafter(config, {}, str(folder), known.get("target_fingerprint"), vocabulary)
 
 
 def drafter_fingerprint(drafter: Drafter) -> str:
@@ -176,7 +208,7 @@ def save_target(path: str | os.PathLike[str], config: TargetConfig, params: Para
       OSError: the disk is full or not writable.
     """
     pairs = match_tree(target_entries(config), params)
-    _save(Path(path), target_config_dict(config, _checked(dtype)), pairs, dtype)
+    _save(path, target_config_dict(config, _checked(dtype)), pairs, dtype)
 
 
 def save_drafter(
@@ -188,12 +220,11 @@ def save_drafter(
       UserError: the drafter does not fit the target or its own config, or the folder holds other weights.
       OSError: the disk is full or not writable.
     """
-    folder = Path(path)
     config = drafter_config_dict(drafter.config, target_config, _checked(dtype))
     pairs = match_tree(drafter_entries(drafter.config), drafter.params)
     provenance = {"target_fingerprint": drafter.target_fingerprint, "vocabulary": drafter.vocabulary}
     provenance = {name: value for name, value in provenance.items() if value is not None}
-    _save(folder, config, pairs, dtype, provenance or None)
+    _save(path, config, pairs, dtype, provenance or None)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -261,7 +292,7 @@ def _read_cast(files: WeightFiles, entry: TensorEntry, dtype: np.dtype) -> np.nd
 
 
 def _save(
-    folder: Path,
+    path: str | os.PathLike[str],
     config: dict[str, Any],
     pairs: list[tuple[TensorEntry, Any, bool]],
     dtype: str,
@@ -271,6 +302,7 @@ def _save(
 
     A full disk leaves the folder as it was; a save killed between two moves leaves it without a config: not loadable.
     """
+    folder = Path(os.path.expanduser(path))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to save to")
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _ALIGNMENT = 64
 _FINGERPRINT_BYTES = 256  # of each tensor
 _SHORT_READ = 4096  # bytes; a disk delivers about as much whatever is asked of it
-_GROUP_BYTES = 2**22
+_BLOCK_BYTES = 2**22
 
 
 def file_dtype(dtype: str) -> str:
@@ -82,44 +82,45 @@ class WeightFiles:
         """
         stored = self._known(name)
         array = aligned_empty(stored.shape, _DTYPES[stored.dtype])
-        with open(stored.file, "rb") as file:
-            file.seek(stored.offset)
-            if file.readinto(array.reshape(-1).view(np.uint8).data) != stored.num_bytes:
-                raise UserError(f"{stored.file} was cut off while it was read, in tensor {name}")
+        with open(stored.file, "rb", buffering=0) as file:
+            _read_into(file, stored, stored.offset, array.reshape(-1), name)
         return array
 
-    def read_slice(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
-        """Part of a vector or matrix in its stored dtype, without the rest passing through memory.
+    def read_blocks(
+        self, name: str, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Rows and columns (first, end) of a matrix in its stored dtype, some rows at a time; a vector [R] is [R, 1].
 
-        Whole rows are one read. Of a range of columns each row is a read of its own, unless it is so short that the disk
-        would deliver its neighbours anyway: then rows are read in groups of at most 4 MB.
+        Yields which of the rows asked for, and their numbers: at most 4 MB, or one row, in a buffer used again for the
+        next rows. Whole rows are read where `reads_whole_rows`, else the columns of each row by themselves.
 
         Raises:
           UserError: as `read`.
         """
         stored = self._known(name)
         dtype = _DTYPES[stored.dtype]
-        first, last, _ = rows.indices(stored.shape[0])
-        width = math.prod(stored.shape[1:]) * dtype.itemsize
-        if columns is None or columns.indices(stored.shape[1])[:2] == (0, stored.shape[1]):
-            result = aligned_empty((last - first, *stored.shape[1:]), dtype)
-            with open(stored.file, "rb", buffering=0) as file:
-                _read_into(file, stored, stored.offset + first * width, result.reshape(-1), name)
-            return result
-        left, right, _ = columns.indices(stored.shape[1])
-        result = aligned_empty((last - first, right - left), dtype)
-        group = 1 if (right - left) * dtype.itemsize >= _SHORT_READ else max(1, _GROUP_BYTES // width)
+        row_length = math.prod(stored.shape[1:])
+        left, right = columns
+        at_once = self.reads_whole_rows(name, columns)
+        length = row_length if at_once else right - left
+        num_rows = max(1, _BLOCK_BYTES // (length * dtype.itemsize))
+        buffer = np.empty((min(num_rows, rows[1] - rows[0]), length), dtype)
         with open(stored.file, "rb", buffering=0) as file:
-            for row in range(first, last, group):
-                count = min(group, last - row)
-                if group == 1:
-                    start = stored.offset + row * width + left * dtype.itemsize
-                    _read_into(file, stored, start, result[row - first], name)
+            for first in range(*rows, len(buffer)):
+                block = buffer[: rows[1] - first]
+                start = stored.offset + first * row_length * dtype.itemsize
+                if at_once:
+                    _read_into(file, stored, start, block.reshape(-1), name)
                 else:
-                    block = np.empty((count, stored.shape[1]), dtype)
-                    _read_into(file, stored, stored.offset + row * width, block.reshape(-1), name)
-                    result[row - first : row - first + count] = block[:, left:right]
-        return result
+                    for i, row in enumerate(block):
+                        _read_into(file, stored, start + (i * row_length + left) * dtype.itemsize, row, name)
+                yield slice(first - rows[0], first - rows[0] + len(block)), block[:, left:right] if at_once else block
+
+    def reads_whole_rows(self, name: str, columns: tuple[int, int]) -> bool:
+        """Whether the columns are so few that the disk would deliver their neighbours anyway, or all there are."""
+        stored = self._known(name)
+        count = columns[1] - columns[0]
+        return count == math.prod(stored.shape[1:]) or count * _DTYPES[stored.dtype].itemsize < _SHORT_READ
 
     def _known(self, name: str) -> StoredTensor:
         if name not in self.tensors:
@@ -146,7 +147,7 @@ class WeightFiles:
 
 def _read_into(file: io.RawIOBase, stored: StoredTensor, start: int, out: np.ndarray, name: str) -> None:
     """Fills a contiguous 1-D array from byte `start` on."""
-    view = memoryview(out.view(np.uint8)).cast("B")
+    view = memoryview(out.view(np.uint8))
     file.seek(start)
     while len(view):
         count = file.readinto(view)

@@ -23,7 +23,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.keys import seed_key
 from dstill_jax.weights import tiny_corpus
 from dstill_jax.weights.byte_bpe import train_tokenizer, write_tokenizer_files
-from dstill_jax.weights.cache_folder import locked, new_folder
+from dstill_jax.weights.cache_folder import is_whole, locked, new_folder
 
 if TYPE_CHECKING:
     import tokenizers
@@ -114,11 +114,14 @@ def train_tiny(
         folder: where to write; a folder trained with other settings or another Python is replaced.
         config: shape, length and seed; None: the defaults.
         report: told in a line how far it is.
+
+    Raises:
+        UserError: the folder holds something else.
     """
-    folder, config, report = Path(folder), config or TinyConfig(), report or _silent
+    folder, config, report = Path(os.path.expanduser(folder)), config or TinyConfig(), report or _silent
     recipe = {"config": dataclasses.asdict(config), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     with locked(folder):
-        if _is_whole(folder, recipe):
+        if is_whole(folder, recipe=recipe):
             return folder
         with new_folder(folder) as work:
             _build(work, config, recipe, report)
@@ -268,15 +271,6 @@ def _write_tokenizer(folder: Path, tokenizer: "tokenizers.Tokenizer", config: Ti
         pad_token=PAD_TOKEN,
         mask_token=MASK_TOKEN,
     )
-
-
-def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
-    try:
-        provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        sizes_agree = all((folder / file).stat().st_size == size for file, size in provenance["files"].items())
-    except (OSError, ValueError, KeyError):
-        return False
-    return sizes_agree and provenance.get("recipe") == recipe
 
 
 def _silent(_: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_decoding import NEW, REQUESTS, decode, run
-from tiny_models import block_logits, random_target
+from tiny_models import block_logits, random_target, stack_layers
 from tree_cases import accepted_in_tree
 
 from dstill_jax.decoding import rounds
@@ -43,7 +43,7 @@ def _fresh(target, drafter, params, drafter_params, tokens, positions):
 def test_what_is_kept_of_a_tree_is_what_a_fresh_pass_over_the_text_computes(target, drafter, stacked):
     """Cache, drafter context and features of rows that left the greedy path at every depth, several times in a row."""
     if stacked:
-        target = Target(target.config, target_lib.stack_layers(target.params), "memory", target.fingerprint)
+        target = Target(target.config, stack_layers(target.params), "memory", target.fingerprint)
     session = Session(target, drafter=drafter, method="ddtree", tree_budget=200, record_taps=(0, 1), **SHAPE)
     state = finished(session, THREE)
     accepted = np.asarray(state.commits) - 1

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import random_target, spread, target_config
+from tiny_models import random_target, spread, stack_layers, target_config
 
 from dstill_jax.config import Llama3RopeScaling, RopeConfig
 from dstill_jax.errors import UserError
@@ -91,7 +91,7 @@ def test_rows_advance_by_different_amounts_and_roll_back_for_free(target, tokens
 
 
 def test_stacked_and_unrolled_layers_agree_with_and_without_a_cache(target, tokens, plain):
-    stacked = Target(target.config, target_lib.stack_layers(target.params), "memory", "")
+    stacked = Target(target.config, stack_layers(target.params), "memory", "")
     assert target_lib.is_stacked(stacked.params) and not target_lib.is_stacked(target.params)
     out = forward(target.config, stacked.params, tokens, np.tile(np.arange(12), (2, 1)), tap_ids=TAPS)
     np.testing.assert_allclose(out.hidden, plain.hidden, rtol=1e-5, atol=1e-6)
@@ -134,7 +134,7 @@ def test_a_tap_is_the_residual_stream_after_its_layer(stacked):
     params["embed"]["embedding"] = jnp.round(params["embed"]["embedding"] * 8)
     row = np.array([[4, 0, 36]])
     embedded = np.asarray(params["embed"]["embedding"])[row]
-    given = target_lib.stack_layers(params) if stacked else params
+    given = stack_layers(params) if stacked else params
     tap_ids = (1, 5, 0, 3)  # any order, first and last layer included
     out = forward(config, given, row, np.arange(3)[None], tap_ids=tap_ids)
     for tap, layer in zip(np.split(np.asarray(out.taps), 4, axis=-1), tap_ids, strict=True):

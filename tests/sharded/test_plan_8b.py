@@ -10,7 +10,7 @@ import pytest
 
 from dstill_jax.commands import load_config
 from dstill_jax.planning.chips import parse_slice, slice_devices
-from dstill_jax.planning.compile import abstract_run, compile_step, drafter_config, require_target
+from dstill_jax.planning.compile import abstract_run, compile_step, require_target, settle
 from dstill_jax.planning.hlo import Computation, Instruction, parse, replica_groups
 from dstill_jax.planning.plan import fit_to_slice
 from dstill_jax.planning.report import plan_values
@@ -32,9 +32,9 @@ class Planned(NamedTuple):
 def planned(name: str, *overrides: str) -> Planned:
     config: RunConfig = load_config(str(CONFIG), "CONFIG", overrides)
     place = parse_slice(name)
-    config, changed = fit_to_slice(config, place)
     target = require_target(config.target)
-    drafter = drafter_config(config, target)
+    config, drafter = settle(config, target)
+    config, changed = fit_to_slice(config, place)
     run = abstract_run(config, target, drafter, slice_devices(place))
     began = time.process_time()
     compiled = compile_step(run, place.num_slices)

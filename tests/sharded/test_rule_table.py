@@ -2,6 +2,8 @@
 
 import functools
 import re
+import types
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,29 @@ def test_an_axis_that_does_not_divide_is_refused_with_both_names() -> None:
 def test_a_mesh_that_cannot_be_is_refused(config, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config()
+
+
+@pytest.mark.parametrize(("sizes", "slices"), [({"fsdp": 4}, 2), ({"dcn_data": 2, "fsdp": 4}, 4)])
+def test_slices_that_the_mesh_does_not_tell_apart_are_refused(sizes: dict, slices: int) -> None:
+    config = MeshConfig(**sizes)
+    devices = [types.SimpleNamespace(platform="tpu", slice_index=i % slices) for i in range(config.size)]
+    message = f"mesh.dcn_data={config.dcn_data}, but the devices are in {slices} slices; set mesh.dcn_data={slices}"
+    with pytest.raises(UserError, match=message):
+        build_mesh(config, devices)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    id: int
+    platform: str = "cpu"
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"dcn_data": 2, "fsdp": 2}, {"dcn_data": 4}])
+def test_devices_without_a_slice_take_any_mesh(sizes: dict) -> None:
+    config = MeshConfig(**sizes)
+    devices = [Simulated(i) for i in range(config.size)]
+    mesh = build_mesh(config, devices)
+    assert mesh.devices.shape == config.shape and list(mesh.devices.flat) == devices
 
 
 def test_without_a_mesh_nothing_is_added_to_a_program() -> None:

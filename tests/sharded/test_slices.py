@@ -94,7 +94,7 @@ def test_model_flops_of_a_step_by_hand() -> None:
     drafter = config.new.build(target)
     D, F, HE, GE, S, N = 4096, 12288, 4096, 1024, 3072, 512 * 16
     layer = 2 * (D * HE + 2 * D * GE + HE * D + 3 * D * F)
-    found = step_flops(target, drafter, config.objective, 1, S, 512)
+    found = step_flops(target, drafter, config.objective, 1, S, 512, 151936)
     assert found.target == 36 * S * (layer + 2 * 2 * HE * S / 2)
     assert found.head == 512 * 15 * 2 * 2 * D * 151936
     blocks = 3 * 5 * N * (layer + 2 * 2 * HE * (S / 2 + 16))
@@ -112,7 +112,7 @@ def test_model_flops_of_the_further_terms_of_stage_two() -> None:
     rest = dataclasses.replace(plain.loss.rest, consistency_kl=0.5)
     consistent = dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, rest=rest))
     contrasted = dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, whole=BlockTerms(ddo_fake=0.5)))
-    without, *others = (step_flops(target, drafter, o, 1, 3072, 512) for o in (plain, consistent, contrasted))
+    without, *others = (step_flops(target, drafter, o, 1, 3072, 512, 151936) for o in (plain, consistent, contrasted))
     matrices = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
     one_pass = 512 * 16 * 5 * (2 * matrices + 2 * 2 * 4096 * (3072 / 2 + 16))
     for found in others:
@@ -143,9 +143,10 @@ CONFIG = dataclasses.replace(
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """A config file beside the target it names."""
+    """A config file beside the target it names, of which only the configuration is there."""
     target = random_target(**sharded_case.SHAPE)
     save_target(tmp_path / "target", target.config, target.params)
+    (tmp_path / "target" / "model.safetensors").unlink()
     path = tmp_path / "run.py"
     path.write_text(CONFIG.format(folder=str(Path(__file__).parent), target=str(tmp_path / "target")))
     return path

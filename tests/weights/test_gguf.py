@@ -222,6 +222,36 @@ def test_what_cannot_be_represented_is_refused_by_name(tmp_path: Path, changes: 
     assert not (tmp_path / "m").exists()
 
 
+def test_a_folder_with_the_file_in_it_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    models = tmp_path / "models"
+    models.mkdir()
+    file = models / "m.gguf"
+    write_gguf(file)
+    size = file.stat().st_size
+    monkeypatch.chdir(models)
+    for folder in (models, tmp_path, Path(".")):
+        with pytest.raises(UserError, match=r"m\.gguf lies in the folder to write"):
+            convert_gguf(file, folder)
+    assert list(models.iterdir()) == [file] and file.stat().st_size == size
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine").write_text("mine")
+    with pytest.raises(UserError, match="notes holds mine"):
+        convert_gguf(file, tmp_path / "notes")
+    converted = convert_gguf(file, models / "m")
+    file.rename(converted / "m.gguf")
+    for folder in (converted, converted / ".." / "m"):
+        with pytest.raises(UserError, match=r"m\.gguf lies in the folder to write"):
+            convert_gguf(converted / "m.gguf", folder)
+    assert (converted / "m.gguf").stat().st_size == size
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_gguf(tmp_path / "m.gguf")
+    assert convert_gguf("~/m.gguf", "~/m") == tmp_path / "m"
+    assert (tmp_path / "m" / "config.json").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"no model at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40])
 def test_not_a_gguf_file(tmp_path: Path, content: bytes):
     (tmp_path / "m.gguf").write_bytes(content)

@@ -15,13 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import stack_layers
 
 from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_model
 from dstill_jax.models.layers import store_input_first
-from dstill_jax.models.target import Target, init_params, stack_layers
-from dstill_jax.weights.load import describe_target, load_drafter, load_target, save_target
+from dstill_jax.models.target import Target, init_params
+from dstill_jax.weights.load import describe_target, load_drafter, load_target, save_drafter, save_target
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 CASES = ["qwen3_tiny", "llama_tied"]
@@ -67,6 +68,31 @@ def test_embedded_targets_go_by_their_names(monkeypatch: pytest.MonkeyPatch, tmp
     copy("qwen3_tiny", "target", tmp_path).rename(tmp_path / "tiny")  # a folder of that name goes first
     assert load_target("tiny").fingerprint != load_target(folder).fingerprint
     assert fetched == ["tiny", "smollm2"]
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In every place, whether the shell has put it in or not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    copy("qwen3_tiny", "target", tmp_path)
+    copy("qwen3_tiny", "draft", tmp_path).rename(tmp_path / "drafter")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    target = load_target("~/target")
+    with pytest.raises(UserError, match="~/run: this run has not ended"):
+        load_drafter("~/run")
+    (tmp_path / "drafter").rename(tmp_path / "run" / "drafter")
+    drafter = load_drafter("~/run", target)
+    assert drafter.source == str(tmp_path / "run" / "drafter")
+    save_target("~/saved", target.config, target.params)
+    save_drafter("~/saved_drafter", drafter, target.config)
+    assert describe_target("~/saved").source == str(tmp_path / "saved")
+    assert load_drafter("~/saved_drafter").config == drafter.config
+    assert not any(Path().iterdir())
+    for load in (load_target, load_drafter):
+        with pytest.raises(UserError, match="no folder at '~nobody-of-this-name/model'"):
+            load("~nobody-of-this-name/model")
 
 
 # --- golden cases ---------------------------------------------------------------------------------------------------

@@ -122,15 +122,68 @@ def test_new_folder_appears_only_when_complete(tmp_path: Path):
     path = tmp_path / "model"
     path.mkdir()
     (path / "old").write_text("old")
+    (path / "provenance.json").write_text('{"source": "here", "files": {"old": 3}}')
     with pytest.raises(RuntimeError), locked(path), new_folder(path) as work:
         (work / "half").write_text("half")
         raise RuntimeError
-    assert [p.name for p in path.iterdir()] == ["old"]
+    assert sorted(p.name for p in path.iterdir()) == ["old", "provenance.json"]
     with locked(path), new_folder(path) as work:
         (work / "new").write_text("new")
         assert (path / "old").exists()
     assert [p.name for p in path.iterdir()] == ["new"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "model.lock"]
+
+
+NO_PROVENANCE = [None, "", "[]", "{}", '{"source": 1, "files": []}', '{"inputs": {}, "content_sha256": "0"}']
+
+
+@pytest.mark.parametrize("provenance", NO_PROVENANCE)
+def test_a_folder_that_was_not_made_here_is_never_replaced(tmp_path: Path, provenance: str | None):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "mine.gguf").write_text("mine")
+    if provenance is not None:
+        (path / "provenance.json").write_text(provenance)
+    before = sorted(path.iterdir())
+    with pytest.raises(UserError, match=r"model holds mine\.gguf.*DSTILL_CACHE"), new_folder(path):
+        pytest.fail("work was begun")
+    assert sorted(path.iterdir()) == before and (path / "mine.gguf").read_text() == "mine"
+    file = path / "mine.gguf"
+    with pytest.raises(UserError, match=r"mine\.gguf is a file"), new_folder(file):
+        pytest.fail("work was begun")
+    assert sorted(tmp_path.rglob("*")) == sorted([path, *before])
+
+
+def test_folders_of_others_beside_a_new_one_stay(tmp_path: Path):
+    others = [tmp_path / name / "mine" for name in ("model.old", "model.partial", "old", "partial")]
+    for other in others:
+        other.parent.mkdir()
+        other.write_text("mine")
+    (tmp_path / "model").mkdir()  # empty: nothing to lose
+    for text in ("first", "second"):
+        with new_folder(tmp_path / "model") as work:
+            (work / "new").write_text(text)
+            (work / "provenance.json").write_text('{"source": "here", "files": {"new": 1}}')
+        assert (tmp_path / "model" / "new").read_text() == text
+    assert all(other.read_text() == "mine" for other in others)
+    assert len(list(tmp_path.iterdir())) == 1 + len(others)
+
+
+def test_a_link_to_a_folder_made_here_stays_a_link(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    for text in ("first", "second"):
+        with locked(tmp_path / "model"), new_folder(tmp_path / "model") as work:
+            (work / "new").write_text(text)
+            (work / "provenance.json").write_text('{"source": "here", "files": {"new": 1}}')
+    assert (tmp_path / "model").is_symlink() and (tmp_path / "disk" / "new").read_text() == "second"
+
+
+def test_a_lock_empties_no_file_of_its_name(tmp_path: Path):
+    (tmp_path / "uv.lock").write_text("mine")
+    with locked(tmp_path / "uv"):
+        pass
+    assert (tmp_path / "uv.lock").read_text() == "mine"
 
 
 def test_cache_root_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

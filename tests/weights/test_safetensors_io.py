@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dstill_jax.errors import UserError
+from dstill_jax.weights import safetensors_io
 from dstill_jax.weights.safetensors_io import file_dtype, open_weights, write_safetensors
 
 
@@ -101,6 +102,56 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> N
         write_index(tmp_path, weight_map)
         with pytest.raises(UserError, match=message):
             open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "columns_read"),
+    [
+        ((2, 9), (0, 2048), (0, 2048)),
+        ((0, 9), (1022, 2046), (1022, 2046)),  # 4 KB of each row
+        ((3, 9), (1022, 2045), (0, 2048)),  # less: the rows are read whole
+        ((3, 4), (0, 1024), (0, 1024)),
+    ],
+)
+def test_part_of_a_matrix_is_read_in_blocks_and_each_byte_once(
+    rows: tuple, columns: tuple, columns_read: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = np.random.default_rng(0).normal(size=(9, 2048)).astype(np.float32)
+    save_file({"before": np.zeros(3, np.float32), "w": value}, tmp_path / "model.safetensors")
+    files, plain, ranges = open_weights(tmp_path), safetensors_io._read_into, []
+
+    def noting(file, stored, start, out, name):
+        plain(file, stored, start, out, name)
+        ranges.append(np.arange(start, start + out.nbytes) - stored.offset)
+
+    monkeypatch.setattr(safetensors_io, "_read_into", noting)
+    monkeypatch.setattr(safetensors_io, "_BLOCK_BYTES", 4 * 4 * 2048)
+    found = np.full((rows[1] - rows[0], columns[1] - columns[0]), np.nan, np.float32)
+    blocks = 0
+    for at, block in files.read_blocks("w", rows, columns):
+        found[at] = block
+        blocks += 1
+    np.testing.assert_array_equal(found, value[slice(*rows), slice(*columns)])
+    offsets = np.arange(value.nbytes).reshape(9, 2048, 4)[slice(*rows), slice(*columns_read)]
+    np.testing.assert_array_equal(np.concatenate(ranges), offsets.reshape(-1))
+    rows_of_a_block = 4 * 2048 // (columns_read[1] - columns_read[0])
+    assert blocks == -(-(rows[1] - rows[0]) // rows_of_a_block)
+
+
+def test_a_vector_is_read_as_one_column(tmp_path: Path) -> None:
+    save_file({"v": np.arange(7, dtype=np.float32)}, tmp_path / "model.safetensors")
+    ((at, block),) = open_weights(tmp_path).read_blocks("v", (2, 6), (0, 1))
+    assert at == slice(0, 4) and block[:, 0].tolist() == [2, 3, 4, 5]
+
+
+def test_a_file_cut_off_after_it_was_opened_is_reported(tmp_path: Path) -> None:
+    save_file({"w": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
+    files = open_weights(tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(files.tensors["w"].offset + 20)
+    for read in (lambda: files.read("w"), lambda: list(files.read_blocks("w", (0, 4), (0, 2)))):
+        with pytest.raises(UserError, match="was cut off while it was read, in tensor w"):
+            read()
 
 
 def test_a_folder_without_or_with_two_kinds_of_weights_is_refused(tmp_path: Path) -> None:
