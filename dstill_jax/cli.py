@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dstill_jax import __version__
 from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.errors import UserError
+from dstill_jax.paths import in_home
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +90,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    for name in ("target", "drafter", "prompts", "config", "out", "json", "chat_template"):  # --out=~/x reaches us so
+        if isinstance(getattr(args, name, None), str):
+            setattr(args, name, in_home(getattr(args, name)))
     return args
 
 

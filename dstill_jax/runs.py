@@ -34,6 +34,7 @@ from dstill_jax.keys import seed_key
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter, Memory
 from dstill_jax.models.target import Target
+from dstill_jax.paths import in_home
 from dstill_jax.run_inputs import check_features, check_mask, tap_scale, training_vocabulary
 from dstill_jax.sharding import hosts
 from dstill_jax.sharding.activations import use_mesh
@@ -71,6 +72,8 @@ class RunConfig:
     checkpoints: str | None = None  # folder or bucket (gs://...) of the checkpoints; None: in `out`
 
     def __post_init__(self) -> None:
+        for name in ("target", "data", "out", "start_from", "teacher", "checkpoints"):
+            object.__setattr__(self, name, in_home(getattr(self, name)))
         if (self.new is None) == (self.start_from is None):
             raise UserError("RunConfig needs exactly one of new (a DrafterShape) and start_from (a drafter folder)")
         if not self.out:
@@ -167,7 +170,9 @@ def run_stage(
     )
     frozen = _freeze(target, scale, kept, teacher, live, mesh)
     if not live:
-        target = dataclasses.replace(target, params={})  # the rest of it is not read again, and would stay on the device
+        target = dataclasses.replace(
+            target, params={}
+        )  # the rest of it is not read again, and would stay on the device
     state = train(
         loss_function(config, target.config, drafter, mesh),
         frozen,

@@ -3,15 +3,19 @@
 import errno
 import json
 import re
+import runpy
 import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
-from dstill_jax.cli import main
+from dstill_jax.cli import _parse, main
+from dstill_jax.data.prepare_config import PrepareConfig
+from dstill_jax.data.prompts import PromptSource
 from dstill_jax.errors import UserError
 from dstill_jax.locks import only_one
+from dstill_jax.overrides import override
 from dstill_jax.training.loop import _write_config
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -338,3 +342,18 @@ def test_a_full_disk_is_one_line_and_exit_2(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "No space left on device" in lines[0]
     assert not list(place.glob("out/*.safetensors"))
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell spells it out in `--out ~/x`, and not in `--out=~/x`, in `data=~/x` or in a config file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = PromptSource("~/p.jsonl")
+    prepared = PrepareConfig("~/target", source, "~/data")
+    assert (prepared.target, prepared.source.path, prepared.out) == tuple(
+        str(tmp_path / name) for name in ("target", "p.jsonl", "data")
+    )
+    exported = runpy.run_path(write(str(tmp_path / "config.py"), CONFIG.format(target="Qwen/Qwen3-8B")))["CONFIG"]
+    run = override(exported, ["out=~/run", "data=('~/a', 'b')", "checkpoints=gs://bucket/~x"])
+    assert (run.target, run.out, run.data) == ("Qwen/Qwen3-8B", str(tmp_path / "run"), (str(tmp_path / "a"), "b"))
+    assert run.checkpoints == "gs://bucket/~x"
+    assert _parse([*PREPARE[:-1], "~/data"]).out == str(tmp_path / "data")

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # Imports go from a later line to an earlier one, or stay within a line.
 LAYERS = (
-    {"allocator", "errors", "dims", "config", "keys", "overrides", "locks"},
+    {"allocator", "errors", "dims", "config", "keys", "overrides", "locks", "paths"},
     {"blocks", "refinement", "losses", "sharding", "models"},
     {"distill", "decoding"},
     {"training", "data", "weights", "evaluation"},

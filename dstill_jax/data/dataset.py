@@ -24,6 +24,7 @@ import numpy as np
 from dstill_jax.data import features as features_lib
 from dstill_jax.data.manifest import write_json
 from dstill_jax.errors import MissingExtraError, UserError
+from dstill_jax.paths import in_home
 
 DATASET_FOLDER = "dataset"
 _NAME, _VERSION, _SPLIT = "conversations", "1.0.0", "train"
@@ -87,7 +88,7 @@ class ConversationDataset:
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Raises UserError when the folder holds no complete dataset."""
-        self.path = _find(Path(path))
+        self.path = _find(Path(in_home(path)))
         try:
             self.provenance: dict[str, Any] = json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))
             self.stats = np.load(self.path / "lengths.npy").reshape(-1, 3)

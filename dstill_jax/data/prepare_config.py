@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dstill_jax.data.prompts import PromptSource
 from dstill_jax.data.templates import TemplateConfig
 from dstill_jax.errors import UserError
+from dstill_jax.paths import in_home
 
 # Read only when something is generated.
 _OF_ANSWERS = (
@@ -39,6 +40,8 @@ class PrepareConfig:
     tap_ids: tuple[int, ...] = ()  # target layers to store
 
     def __post_init__(self) -> None:
+        for name in ("target", "out"):
+            object.__setattr__(self, name, in_home(getattr(self, name)))
         for name in ("max_prompt_tokens", "max_new_tokens", "answers_per_prompt", "batch_size", "workers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")

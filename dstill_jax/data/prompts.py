@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dstill_jax.errors import MissingExtraError, UserError
+from dstill_jax.paths import in_home
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,6 +42,9 @@ class PromptSource:
     conversations: bool = False
     split: str = "train"
     text_field: str = "prompt"  # the text feature used as the prompt, unless the rows have `messages`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", in_home(self.path))
 
 
 def read_rows(source: PromptSource) -> list[PromptRow]:

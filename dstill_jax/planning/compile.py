@@ -21,6 +21,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
+from dstill_jax.paths import in_home
 from dstill_jax.planning.count import Counts, Program
 from dstill_jax.runs import RunConfig, loss_function
 from dstill_jax.sharding.mesh import build_mesh, check_model_divides
@@ -114,7 +115,7 @@ def _given(path: str, target: TargetConfig, *, required: bool) -> Drafter | None
     """A drafter without its weights; None where no folder here has it and it is not required."""
     from dstill_jax.weights.load import describe_drafter
 
-    folder = Path(path).expanduser()
+    folder = Path(in_home(path))
     here = any((folder / part / "config.json").exists() for part in ("", "drafter"))
     if not here and not required:
         return None

@@ -49,7 +49,7 @@ def _inside(start: jax.Array, stop: jax.Array, length: int) -> jax.Array:
 
 
 def _document_start(anchors: jax.Array, context_documents: jax.Array, block_documents: jax.Array | None) -> jax.Array:
-    """First context position of the run of equal ids that ends just before each anchor; the anchor if there is none.
+    """First context position of the run of equal ids that ends just before each anchor; without one, max(anchor, 0).
 
     Documents are contiguous in a packed row. Should an id come back later in the row, that is another document.
     """
@@ -60,7 +60,7 @@ def _document_start(anchors: jax.Array, context_documents: jax.Array, block_docu
     if block_documents is None:
         block_documents = jnp.take_along_axis(context_documents, jnp.clip(anchors, 0, S - 1), axis=1)
     same = jnp.take_along_axis(context_documents, before, axis=1) == block_documents
-    return jnp.where(same, jnp.take_along_axis(run_start, before, axis=1), anchors)
+    return jnp.where(same, jnp.take_along_axis(run_start, before, axis=1), jnp.maximum(anchors, 0))
 
 
 def visible_intervals(

@@ -62,7 +62,7 @@ def fused_head_loss(
     """Losses of hidden states under a head, float32, one number a row and term; no [R, V] array exists at any time.
 
     Gradients flow to `hidden`, and with `head_gradient` to `head` through the logits of `hidden`; labels and others are
-    constants. Rows of weight 0 cost nothing and give no gradient, whatever they hold, NaN included.
+    constants. Rows of weight 0 cost nothing and give no gradient, whatever they hold, NaN and wrong labels included.
 
     Args:
       terms: what is computed; `Term` says what each compares with.
@@ -83,9 +83,11 @@ def fused_head_loss(
     check_terms(terms, len(labels), len(others))
     which, kind = check_implementation(implementation, device_kind, shares)
     if weights is not None:
-        counted = (weights != 0)[:, None]
-        hidden = jnp.where(counted, hidden, 0)
-        others = tuple(jnp.where(counted, other, 0) for other in others)
+        # 0 x NaN is NaN: what a row of weight 0 holds is replaced, its labels by a column, since one beyond the head is NaN.
+        counted = weights != 0
+        hidden = jnp.where(counted[:, None], hidden, 0)
+        others = tuple(jnp.where(counted[:, None], other, 0) for other in others)
+        labels = tuple(jnp.where(counted, label, 0) for label in labels)
     with jax.named_scope("fused_head_loss"):
         if which == "reference":
             frozen = head if head_gradient else jax.lax.stop_gradient(head)

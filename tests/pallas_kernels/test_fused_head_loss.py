@@ -133,6 +133,29 @@ def test_rows_of_weight_zero_may_hold_anything_and_weights_scale_values():
     assert not any(np.asarray(g).any() for g in gradients[2])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_a_row_of_weight_zero_may_have_a_label_beyond_the_head(implementation, dtype):
+    """The head's gradient adds up all rows: one NaN among them would be in each of its entries."""
+    hidden, head, *_ = make(5, 3, 3, 9)
+    labels, weights = np.array([0, 9, 4], dtype), np.array([1, 0, 2], np.float32)
+
+    def value_and_gradients(rows):
+        def total(hidden, head):
+            losses = fused_head_loss(
+                hidden, head, labels=(labels[rows],), weights=weights[rows], head_gradient=True,
+                implementation=implementation,
+            )  # fmt: skip
+            return losses.values[0].sum()
+
+        value, (by_hidden, by_head) = jax.value_and_grad(total, (0, 1))(hidden[rows], head)
+        return value, by_hidden[jnp.asarray(weights[rows] != 0)], by_head
+
+    for ours, without in zip(value_and_gradients([0, 1, 2]), value_and_gradients([0, 2]), strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, without, rtol=1e-6, atol=1e-6)
+
+
 def test_logits_far_from_zero_stay_finite():
     hidden, head, labels, others, cotangents = make(3, 5, 6, 23)
     losses, gradients = differentiate(

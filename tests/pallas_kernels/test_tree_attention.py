@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
+from races import EAGER, no_race
 
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.merge import merge_attention
@@ -25,7 +25,7 @@ from pallas_kernels.tree_attention import (
 from pallas_kernels.tree_attention.blocks import TreeShape, choose_blocks
 from pallas_kernels.tree_attention.steps import TILE_BITS, list_steps
 
-SIMULATED = pltpu.InterpretParams(detect_races=True)
+simulated = functools.partial(no_race()(tree_attention), implementation="pallas", interpret=EAGER)
 
 
 def random_parents(random, batch, rows):
@@ -169,9 +169,8 @@ CASES = {
 def test_the_kernel_equals_the_reference(case):
     *shape, lengths, blocks, layout = CASES[case]
     arguments = make(5, *shape, lengths, key_layout=layout)
-    run = functools.partial(tree_attention, *arguments, key_layout=layout, with_lse=True)
-    expected = run(implementation="reference")
-    actual = run(implementation="pallas", interpret=SIMULATED, block_sizes=blocks)
+    expected = tree_attention(*arguments, key_layout=layout, with_lse=True, implementation="reference")
+    actual = simulated(*arguments, key_layout=layout, with_lse=True, block_sizes=blocks)
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
     assert np.isfinite(actual[0]).all()
@@ -182,24 +181,15 @@ def test_a_layer_of_a_stacked_cache_is_rows_of_it():
     q, k, v, *rest = make(9, 2, 5, 2, 1, 16, 150, [140, 0])
     expected = tree_attention_reference(q, k, v, *rest)[0]
     k, v = (jnp.concatenate([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.nan)]) for x in (k, v))
-    for options in ({"implementation": "pallas", "interpret": SIMULATED}, {"implementation": "xla"}):
-        out = tree_attention(q, k, v, *rest, first_row=jnp.int32(2), **options)
+    for attend in (simulated, functools.partial(tree_attention, implementation="xla")):
+        out = attend(q, k, v, *rest, first_row=jnp.int32(2))
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_the_kernel_gives_one_half_of_a_cascade():
     """Context alone, merged with the block's own part, is attention over both; an empty row has weight 0."""
     q, k, v, lengths, tree_k, tree_v, words = make(7, 2, 4, 1, 1, 16, 100, [0, 77])
-    context = tree_attention(
-        q,
-        k,
-        v,
-        lengths,
-        implementation="pallas",
-        interpret=SIMULATED,
-        with_lse=True,
-        block_sizes=TreeBlocks(128, 16, 16, 128),
-    )
+    context = simulated(q, k, v, lengths, with_lse=True, block_sizes=TreeBlocks(128, 16, 16, 128))
     assert np.isneginf(context[1][0]).all()
     own = tree_attention_reference(q, k, v, jnp.zeros(2, jnp.int32), tree_k, tree_v, words)
     expected = tree_attention_reference(q, k, v, lengths, tree_k, tree_v, words)
@@ -207,8 +197,8 @@ def test_the_kernel_gives_one_half_of_a_cascade():
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{"implementation": "pallas", "interpret": SIMULATED}, {"implementation": "xla"}])
-def test_bfloat16_error_is_that_of_dense_bfloat16(options):
+@pytest.mark.parametrize("attend", [simulated, functools.partial(tree_attention, implementation="xla")])
+def test_bfloat16_error_is_that_of_dense_bfloat16(attend):
     arguments = make(9, 1, 8, 4, 1, 64, 256, [200], jnp.bfloat16)
     exact = tree_attention_reference(*(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arguments))[0]
     q, k, v, lengths, tree_k, tree_v, words = arguments
@@ -219,7 +209,7 @@ def test_bfloat16_error_is_that_of_dense_bfloat16(options):
     scores = jnp.einsum("bnhe,bgec->bhnc", q, k, preferred_element_type=jnp.float32) / 8
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1).astype(jnp.bfloat16)
     dense = jnp.einsum("bhnc,bgce->bnhe", weights, jnp.where(used, v, 0))
-    ours = tree_attention(*arguments, **options)
+    ours = attend(*arguments)
 
     def error(x):
         return np.abs(np.asarray(x, np.float32) - np.asarray(exact)).max()
