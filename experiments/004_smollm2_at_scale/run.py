@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct with ten times the data and steps of the demo: every arm and control, then real decoding.
 
-    python experiments/004_smollm2_at_scale/run.py                 (everything; hours on two CPU cores)
+    python experiments/004_smollm2_at_scale/run.py                 (everything; about a day on two CPU cores)
     python experiments/004_smollm2_at_scale/run.py --until a1     (up to an arm)
 
 Whatever was stopped goes on where it was. Training prompts are those rows of GSM8K's test file that are not held out,
