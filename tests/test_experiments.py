@@ -52,7 +52,7 @@ def test_the_parts_of_a_training_step_that_are_timed_still_trace(monkeypatch):
     names = script["step_costs"].__globals__
     monkeypatch.setitem(names, "SHAPE", dataclasses.replace(script["SHAPE"], init_from_layers=None))
     monkeypatch.setitem(names, "_median_ms", lambda function, *arguments: jax.eval_shape(function, *arguments))
-    traced = names["step_costs"](random_target(num_layers=6, vocab_size=4200))
+    traced = names["step_costs"](random_target(num_layers=8, vocab_size=4200))
     assert len(traced) == 6 and all(jax.tree.leaves(shapes) for shapes in traced.values())
 
 
