@@ -90,7 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
-    for name in ("target", "drafter", "prompts", "config", "out", "json", "chat_template"):  # --out=~/x reaches us so
+    for name in ("config", "out", "json", "chat_template"):  # --out=~/x reaches us so
         if isinstance(getattr(args, name, None), str):
             setattr(args, name, in_home(getattr(args, name)))
     return args

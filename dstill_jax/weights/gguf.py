@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dstill_jax.errors import MissingExtraError, UserError
+from dstill_jax.paths import in_home
 from dstill_jax.weights.byte_bpe import SPLIT_RULES, build_tokenizer, write_tokenizer_files
 from dstill_jax.weights.cache_folder import new_folder, sha256_of
 
@@ -73,7 +74,7 @@ def convert_gguf(
             something else.
         MissingExtraError: the `gguf` or `tokenizers` package is absent.
     """
-    gguf_file, folder = (Path(os.path.expanduser(path)) for path in (gguf_file, folder))
+    gguf_file, folder = (Path(in_home(path)) for path in (gguf_file, folder))
     if folder.resolve() in gguf_file.resolve().parents:
         raise UserError(f"{gguf_file} lies in the folder to write, {folder}; choose another folder")
     reader = _open(gguf_file)

@@ -21,6 +21,7 @@ from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
+from dstill_jax.paths import in_home
 from dstill_jax.weights.embedded import EMBEDDED_TARGETS, resolve
 from dstill_jax.weights.folders import CONFIG_FILES, MODEL_FILES, read_json, resolve_folder, write_json
 from dstill_jax.weights.hf_config import (
@@ -162,7 +163,7 @@ def describe_drafter(path_or_hub_id: str | os.PathLike[str], target: TargetConfi
 def _describe_drafter(
     path_or_hub_id: str | os.PathLike[str], target: TargetConfig | None, downloaded: Sequence[str]
 ) -> Drafter:
-    run = Path(os.path.expanduser(path_or_hub_id))
+    run = Path(in_home(path_or_hub_id))
     finished = (run / "drafter" / CONFIG_FILE).exists()
     if not finished and (run / "metrics.jsonl").exists():
         raise UserError(f"{path_or_hub_id}: this run has not ended, so it has no drafter yet; run `dstill train` again")
@@ -302,7 +303,7 @@ def _save(
 
     A full disk leaves the folder as it was; a save killed between two moves leaves it without a config: not loadable.
     """
-    folder = Path(os.path.expanduser(path))
+    folder = Path(in_home(path))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to save to")
     folder.mkdir(parents=True, exist_ok=True)

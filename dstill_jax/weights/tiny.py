@@ -21,6 +21,7 @@ from dstill_jax.config import RopeConfig, TargetConfig
 from dstill_jax.dims import Params
 from dstill_jax.errors import UserError
 from dstill_jax.keys import seed_key
+from dstill_jax.paths import in_home
 from dstill_jax.weights import tiny_corpus
 from dstill_jax.weights.byte_bpe import train_tokenizer, write_tokenizer_files
 from dstill_jax.weights.cache_folder import is_whole, locked, new_folder
@@ -118,7 +119,7 @@ def train_tiny(
     Raises:
         UserError: the folder holds something else.
     """
-    folder, config, report = Path(os.path.expanduser(folder)), config or TinyConfig(), report or _silent
+    folder, config, report = Path(in_home(folder)), config or TinyConfig(), report or _silent
     recipe = {"config": dataclasses.asdict(config), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     with locked(folder):
         if is_whole(folder, recipe=recipe):
