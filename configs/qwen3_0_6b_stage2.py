@@ -48,12 +48,10 @@ import runpy
 from pathlib import Path
 
 from dstill_jax.distill.config import StageTwoConfig
-from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.runs import stage_two_of
 
 _STAGE1 = runpy.run_path(str(Path(__file__).with_name("qwen3_0_6b_stage1.py")))
-_LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0), gamma=7.0)
-_OBJECTIVE = StageTwoConfig(_LOSS)
+_OBJECTIVE = StageTwoConfig()
 
 CONFIG = stage_two_of(_STAGE1["CONFIG"], _OBJECTIVE, "runs/qwen3_0_6b/stage2", 10_000)
 TINY = stage_two_of(_STAGE1["TINY"], _OBJECTIVE, "runs/tiny/stage2_packed", 25)

@@ -13,12 +13,10 @@ import runpy
 from pathlib import Path
 
 from dstill_jax.distill.config import CurriculumConfig, StageTwoConfig
-from dstill_jax.losses.config import LossConfig, TermWeights
 from dstill_jax.runs import refreshed_runs, stage_two_of
 
 _STAGE1 = runpy.run_path(str(Path(__file__).with_name("smollm2_stage1.py")))
-_LOSS = LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=0.5, data_ce=0.5), gamma=4.0)
-_OBJECTIVE = StageTwoConfig(_LOSS, CurriculumConfig(fraction=0.15), passes=4)
+_OBJECTIVE = StageTwoConfig(curriculum=CurriculumConfig(fraction=0.15), passes=4)
 
 CONFIG = refreshed_runs(stage_two_of(_STAGE1["CONFIG"], _OBJECTIVE, "runs/smollm2/halving", 2000), (2, 1))
 TINY = refreshed_runs(stage_two_of(_STAGE1["TINY"], _OBJECTIVE, "runs/tiny/halving", 50), (2, 1))

@@ -65,16 +65,18 @@ class CurriculumConfig:
             )
 
 
-def _slotwise() -> LossConfig:
+def _half_teacher() -> LossConfig:
+    """What did best of all losses of stage 2 in experiments/003_when_does_dstill_pay."""
     # Slot 1 depends on nothing drafted, so there is nothing to distil there: it keeps the text's own token.
-    return LossConfig(first=TermWeights(data_ce=1.0), rest=TermWeights(teacher_kl=1.0))
+    rest = TermWeights(teacher_kl=0.5, data_ce=0.5)
+    return LossConfig(first=TermWeights(data_ce=1.0), rest=rest, weighting="auf")
 
 
 @dataclass(frozen=True)
 class StageTwoConfig:
     """Distilling the frozen stage-1 drafter's own multi-pass completions into one pass."""
 
-    loss: LossConfig = field(default_factory=_slotwise)
+    loss: LossConfig = field(default_factory=_half_teacher)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     passes: int | None = None  # of the teacher; None: K - 1
     order: CommitOrder = "left_to_right"

@@ -75,7 +75,7 @@ class LossConfig:
     kl_direction: Literal["forward", "reverse"] = "forward"  # forward: KL(other || p)
     consistency_with: ConsistencyWith = "student"  # whose distribution at the next state: its own, held fixed
     weighting: Weighting = "decay"
-    gamma: float = 4.0  # decay length in slots: 7, 5, 4 for blocks of 16, 10, 8
+    gamma: float = 4.0  # decay length in slots, of weighting="decay": 7, 5, 4 for blocks of 16, 10, 8
     dpace_alpha: float = 0.5  # smoothing of D-PACE
     auf_residual: float = 0.1  # final weight after the first error
     auf_anneal_fraction: float = 0.6  # share of the steps over which that weight falls from 1

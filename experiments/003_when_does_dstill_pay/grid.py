@@ -55,6 +55,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     plain = dflash_baseline(LossConfig(gamma=gamma))
     views = StageOneConfig(LossConfig(gamma=gamma), ViewMix(0.35, 0.35, 0.30), ViewMix(0.8, 0.1, 0.1))
     auf = dflash_baseline(LossConfig(gamma=gamma, weighting="auf"))
+    even = dflash_baseline(LossConfig(gamma=gamma, weighting="uniform"))
     soft = dflash_baseline(LossConfig(gamma=gamma, weighting="auf", auf_residual=0.33))
     distil = StageTwoConfig(_slotwise(gamma))
     equal = round(then * STEP_COST[block_size])  # plain steps that take as long as stage 2
@@ -65,6 +66,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
         "s1": Arm("a1, then partly revealed blocks", views, views_steps, "a1", refined=True),
         "a1c": Arm("s1, then plain: control at equal steps", plain, then, "s1"),
         "auf": Arm("s1, then AUF at equal steps", auf, then, "s1"),
+        "uniform": Arm("auf without its first error: plain, all slots alike", even, then, "s1"),
         "auf_soft": Arm("auf, a third of the weight kept behind the first error", soft, then, "s1"),
         "dstill": Arm("s1, then stage 2: data on slot 1, teacher's KL behind", distil, then, "s1", refined=True),
         "a1_compute": Arm("a1, then plain for the compute of s1 and stage 2", plain, views_steps + equal, "a1"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.blocks import ViewMix
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.pipeline import PipelineConfig
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--until", choices=tuple(stages()), default=tuple(stages())[-1], help="train up to this arm")
     parser.add_argument("--train-only", action="store_true", help="decode nothing")
     args = parser.parse_args()
+    keep_freed_memory()
     root, source = args.root.resolve(), str(fetch("smollm2", report=print))
     root.mkdir(parents=True, exist_ok=True)
     data = answers(root, source, args.workers)

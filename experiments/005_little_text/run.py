@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.data.dataset import DATASET_FOLDER, Conversation, ConversationDataset, dataset_exists, write_dataset
 from dstill_jax.data.pipeline import BatchPipeline, PipelineConfig
 from dstill_jax.distill.conditioning import Frozen, Task
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder prepared by experiment 004")
     parser.add_argument("--root", type=Path, default=Path("runs/005"), help="folder of the runs")
     args = parser.parse_args()
+    keep_freed_memory()
     root, source = args.root.resolve(), str(fetch("smollm2", report=print))
     split(args.data, root)
     target = load_target(source)

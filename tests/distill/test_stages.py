@@ -97,7 +97,7 @@ def same(**terms) -> dict:
 
 
 MIXES = {
-    "slot-wise": StageTwoConfig().loss,
+    "slot-wise": LossConfig(TermWeights(data_ce=1.0), TermWeights(teacher_kl=1.0)),
     "hard": LossConfig(**same(hard_ce=1.0)),
     "soft": LossConfig(**same(teacher_kl=1.0)),
     "reverse": LossConfig(**same(teacher_kl=1.0), kl_direction="reverse"),
