@@ -287,9 +287,8 @@ def _new_params(
     assert config.new is not None
     key = jax.random.fold_in(seed_key(config.train.seed), 0)
     create = functools.partial(initialise.new_params, config.new, drafter, target.config)
-    if mesh is None:
-        return create(target.params, key, scale)
-    places = tree_shardings(jax.eval_shape(create, target.params, key, scale), mesh)
+    places = None if mesh is None else tree_shardings(jax.eval_shape(create, target.params, key, scale), mesh)
+    # One program, also on one device: outside jit the first pass of the module is some 150 little ones to compile.
     return jax.jit(create, out_shardings=places)(target.params, key, scale)
 
 
