@@ -135,6 +135,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_eval(args: argparse.Namespace) -> None:
     from dstill_jax.data.prompt_sets import read_prompts, render
+    from dstill_jax.data.templates import ChatTemplate
     from dstill_jax.evaluation.measure import Arm, EvaluationConfig, measure
     from dstill_jax.evaluation.progress import progress
     from dstill_jax.evaluation.tables import print_headline
@@ -177,7 +178,7 @@ def run_eval(args: argparse.Namespace) -> None:
             prompts,
             config,
             prompts_name=args.prompts,
-            thinking="not applicable" if args.raw else "on" if args.thinking else "off",
+            thinking=ChatTemplate(target.tokenizer, template).thinking,
             command="dstill " + " ".join(sys.argv[1:]),
             report=advance,
         )

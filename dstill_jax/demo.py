@@ -248,7 +248,6 @@ def _table(
             prompts,
             EvaluationConfig(scale.decoded, scale.temperature, seed=7, timed_prompts=_TIMED),
             prompts_name=f"{'GSM8K (its test file)' if target_name == 'smollm2' else 'standard library'}, held-out split",
-            thinking="off",
             command=command,
             report=advance,
         )

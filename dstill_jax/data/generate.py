@@ -116,7 +116,7 @@ def prepare(
                     _assemble(config, plan, folder, inputs, backend.facts)
             summary = None
             if hosts.first():
-                summary = _summary(folder, template, run, time.monotonic() - started)
+                summary = _summary(folder, template, found, run, time.monotonic() - started)
                 if not found:
                     write_json(folder / "summary.json", summary)
                 shutil.rmtree(folder / "work", ignore_errors=True)
@@ -311,7 +311,7 @@ def _write_conversations(
     write_dataset(folder / DATASET_FOLDER, conversations, provenance)
 
 
-def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _summary(folder: Path, template: ChatTemplate, found: bool, run: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The fields of a PrepareSummary."""
     dataset = ConversationDataset(folder)
     provenance = dataset.provenance
@@ -329,7 +329,7 @@ def _summary(folder: Path, template: ChatTemplate, run: dict[str, Any], seconds:
         skipped_too_long=provenance.get("skipped_too_long", 0),
         ended_by_stop=reasons.get("stop", 0),
         ended_by_length=reasons.get("length", 0),
-        resumed_rows=run.get("resumed_rows", len(dataset) if not run else 0),
+        resumed_rows=len(dataset) if found else run.get("resumed_rows", 0),
         new_tokens=run.get("new_tokens", 0),
         seconds=seconds,
         tokens_per_second=run.get("tokens_per_second", 0.0),

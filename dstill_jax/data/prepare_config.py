@@ -40,6 +40,10 @@ class PrepareConfig:
     tap_ids: tuple[int, ...] = ()  # target layers to store
 
     def __post_init__(self) -> None:
+        from dstill_jax.decoding.sampling import (
+            SamplingConfig,
+        )  # imports JAX, which a worker does after taking its cores
+
         for name in ("target", "out"):
             object.__setattr__(self, name, in_home(getattr(self, name)))
         for name in ("max_prompt_tokens", "max_new_tokens", "answers_per_prompt", "batch_size", "workers"):
@@ -47,16 +51,11 @@ class PrepareConfig:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.start < 0 or (self.limit is not None and self.limit < 1):
             raise UserError(f"start={self.start} must not be negative and limit={self.limit} must be at least 1")
-        if not self.temperature >= 0:
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        SamplingConfig(self.temperature, self.top_k, self.top_p)
         if self.answers_per_prompt > 1 and self.temperature == 0:
             raise UserError(
                 f"answers_per_prompt={self.answers_per_prompt} needs answers that are sampled: set a temperature above 0"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be in (0, 1]")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"seed={self.seed} must be in 0..{2**31 - 1}")
         if self.record_features and not self.tap_ids:

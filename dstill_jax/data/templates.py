@@ -31,6 +31,9 @@ class TemplateConfig:
             raise UserError(f"style={self.style!r} must be 'chat' or 'raw'")
         if self.supervise not in ("all", "last"):
             raise UserError(f"supervise={self.supervise!r} must be 'all' or 'last'")
+        if self.style == "raw" and (self.thinking or self.chat_template is not None):
+            given = "thinking" if self.thinking else "chat_template"
+            raise UserError(f"{given} is read by a chat template, and style='raw' (--raw) renders none; leave one out")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class ChatTemplate:
         self.config = config
         self.stop_token_ids = frozenset(stop_token_ids)
         self._text = _template_text(tokenizer, config)
+
+    @property
+    def thinking(self) -> str:
+        """The mode that prompts are rendered with: "on", "off" or, where there is no such switch, "not applicable"."""
+        if self._text is None or "enable_thinking" not in self._text:
+            return "not applicable"
+        return "on" if self.config.thinking else "off"
 
     @property
     def sha256(self) -> str:

@@ -161,7 +161,7 @@ def draft_logits(
             f"{len(prompt_ids)=} must be at least 1 and {len(block_ids)=} between 1 and"
             f" block_size={drafter.config.block_size}"
         )
-    bad = [t for t in (*prompt_ids, *block_ids) if not 0 <= t < target.config.vocab_size]
+    bad = [t for t in (*prompt_ids, *block_ids) if not 0 <= whole("token id", t) < target.config.vocab_size]
     if bad:
         raise UserError(f"token id {bad[0]} is outside the vocabulary of {target.config.vocab_size}")
     prompt, block = (jnp.asarray(np.asarray(ids, np.int32))[None] for ids in (prompt_ids, block_ids))

@@ -32,6 +32,12 @@ class SamplingConfig:
             raise UserError(f"top_k={self.top_k} must be at least 1; leave it out to keep every token")
         if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
             raise UserError(f"top_p={self.top_p} must be in (0, 1]; leave it out to keep every token")
+        for name in ("top_k", "top_p"):
+            if self.greedy and getattr(self, name) is not None:
+                raise UserError(
+                    f"{name}={getattr(self, name)} filters what is drawn, and temperature=0 (greedy) draws nothing; set a"
+                    f" temperature above 0, or leave {name} out"
+                )
 
     @property
     def greedy(self) -> bool:

@@ -222,10 +222,16 @@ class Session:
         n = len(self.shared_prefix)
         row = init_state(self.spec, self.weights, 1, n)
         tokens, length = np.asarray(self.shared_prefix, np.int32)[None], np.full(1, n, np.int32)
-        key = np.zeros((1, 2), np.uint32)
+        key, chunk = np.zeros((1, 2), np.uint32), self._chunk(1, n, 0)
         return prefill(
-            self._prefill_spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key, n
+            self._prefill_spec, self.weights, row, None, np.zeros(1, np.int32), tokens, length, length, key, chunk
         )
+
+    def _chunk(self, rows: int, tokens: int, seen: int) -> int:
+        """How many of a prompt's `tokens` pass through the target at a time, behind `seen` ones."""
+        together = _PREFILL_TOKENS_CPU if jax.default_backend() == "cpu" else _PREFILL_TOKENS
+        scores = rows * self.target.config.num_heads * (seen + tokens)
+        return min(tokens, max(_BUCKET, min(together // rows, _PREFILL_SCORES // scores)))
 
     def start(self, state: DecodeState, rows: Sequence[int], requests: Sequence[Request], width: int) -> DecodeState:
         """Prefills `requests` into `rows`; `width` >= len(requests) is the compiled number of rows."""
@@ -240,11 +246,8 @@ class Session:
             n = len(request.tokens)
             prompts[i, : n - seen], lengths[i], limits[i] = request.tokens[seen:], n, n + self.max_new_tokens
             keys[i], places[i] = request.key_data(), row
-        together = _PREFILL_TOKENS_CPU if jax.default_backend() == "cpu" else _PREFILL_TOKENS
-        scores = P * self.target.config.num_heads * (seen + N)
-        chunk = min(N, max(_BUCKET, min(together // P, _PREFILL_SCORES // scores)))
         arrays = (places, prompts, lengths, limits, keys)
-        state = prefill(self._prefill_spec, self.weights, state, self._prefix, *arrays, chunk)
+        state = prefill(self._prefill_spec, self.weights, state, self._prefix, *arrays, self._chunk(P, N, seen))
         state.length.block_until_ready()
         self.clock.prefill += time.perf_counter() - began
         return state

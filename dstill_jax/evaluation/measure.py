@@ -23,6 +23,7 @@ from dstill_jax.evaluation.stats import require_prompts
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
 from dstill_jax.sharding import hosts
+from dstill_jax.weights.folders import readable_name
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def measure(
         for arm, session, done, mine in zip(arms, sessions, completions, alone, strict=True)
     )
     metadata = EvaluationMetadata(
-        target=target.source.rstrip("/").rsplit("/", 1)[-1],
+        target=readable_name(target.source),
         target_fingerprint=target.fingerprint,
         prompts=prompts_name,
         prompts_hash=prompts_hash,

@@ -95,14 +95,14 @@ def render_report(
         figures["training"] = plots.training_figure(training)
     body = [
         f"<h1>{html.escape(heading)}</h1>",
-        f'<p class="lead">{html.escape(headline.footnotes[3])}</p>',
+        f'<p class="lead">{html.escape(tables.conditions(result))}</p>',
         _caveats(caveats),
         "<h2>Results</h2>",
         f'<div class="scroll">{tables.html_table(headline)}</div>',
-        f'<p class="note">{html.escape(_lossless(result))}</p>',
+        f'<p class="note">{html.escape(tables.lossless(result))}</p>',
     ]
-    if len(headline.footnotes) > 4:
-        body.append(f'<p class="note">{html.escape(headline.footnotes[4])}</p>')
+    if tables.FEW_NOTE in headline.footnotes:
+        body.append(f'<p class="note">{html.escape(tables.FEW_NOTE)}</p>')
     if reference is not None:
         change = tables.change_table(result, reference, bootstrap)
         body += [f"<h3>{html.escape(change.title)}</h3>", f'<div class="scroll">{tables.html_table(change)}</div>']
@@ -148,18 +148,6 @@ def _caveats(caveats: Sequence[str]) -> str:
         return ""
     items = "".join(f"<li>{html.escape(caveat)}</li>" for caveat in caveats)
     return f'<div class="caveats"><p>Read this first</p><ul>{items}</ul></div>'
-
-
-def _lossless(result: EvaluationResult) -> str:
-    found = [(arm, result.identical_outputs(arm)) for arm in result]
-    checked = [(arm, same) for arm, same in found if same is not None]
-    if not checked:
-        return "Whether the outputs equal those of autoregressive decoding was not recorded in this evaluation."
-    differing = [f"{arm.name}: {same} of {arm.prompts}" for arm, same in checked if same != arm.prompts]
-    total = sum(arm.prompts for arm, _ in checked)
-    equal = sum(same for _, same in checked)
-    text = f"Outputs equal to autoregressive decoding, token for token: {equal} of {total} answers"
-    return f"{text} (not all in {'; '.join(differing)})." if differing else f"{text}."
 
 
 def _figure(name: str, figure: "Figure") -> str:

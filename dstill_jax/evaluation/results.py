@@ -113,6 +113,11 @@ class MethodResult:
         return len(self.tokens)
 
     @property
+    def draw(self) -> tuple[float, int | None, float | None]:
+        """How its tokens were drawn: temperature, top_k, top_p."""
+        return self.temperature, self.top_k, self.top_p
+
+    @property
     def rounds(self) -> tuple[int, ...]:
         """[n] verification passes of each prompt."""
         return tuple(len(response) for response in self.acceptance_lengths)
@@ -287,9 +292,9 @@ class EvaluationResult:
         raise UserError(f"no arm {name!r} in this evaluation; it has {', '.join(arm.name for arm in self.arms)}")
 
     def baseline(self, arm: MethodResult) -> MethodResult | None:
-        """The autoregressive arm at the temperature of `arm`, if there is one."""
+        """The autoregressive arm whose tokens were drawn as those of `arm`, if there is one."""
         for other in self.arms:
-            if other.method == AUTOREGRESSIVE and other.temperature == arm.temperature:
+            if other.method == AUTOREGRESSIVE and other.draw == arm.draw:
                 return other
         return None
 

@@ -87,7 +87,7 @@ def headline_table(result: EvaluationResult, bootstrap: Bootstrap = Bootstrap())
 def change_table(result: EvaluationResult, reference: str, bootstrap: Bootstrap = Bootstrap()) -> Table:
     """Change of tau of every drafting arm against one of them in per cent, paired by prompt."""
     base = result.arm(reference)
-    arms = [a for a in result if a.method != AUTOREGRESSIVE and a is not base and a.temperature == base.temperature]
+    arms = [a for a in result if a.method != AUTOREGRESSIVE and a is not base and a.draw == base.draw]
     rows = []
     for arm in arms:
         mean, pooled = results.tau_change(arm, base, bootstrap), results.tau_pooled_change(arm, base, bootstrap)
@@ -103,19 +103,42 @@ def change_table(result: EvaluationResult, reference: str, bootstrap: Bootstrap 
 
 
 def footnotes(result: EvaluationResult, few: bool = False) -> tuple[str, ...]:
-    """Definitions and conditions that belong under the headline table."""
-    meta = result.metadata
-    where = (
-        f"{meta.prompt_count} prompts{f' ({meta.prompts})' if meta.prompts else ''}, hash {meta.prompts_hash[:12]}; "
-        f"thinking mode {meta.thinking}; at most {meta.max_new_tokens} new tokens; "
-        f"{_at_a_time(meta.batch_size)}; {meta.dtype} on {meta.device}."
-    )
-    notes = [TAU_DEFINITION, SLOT_DEFINITION, INTERVAL_DEFINITION, where]
+    """What belongs under the headline table: whether the outputs are equal, definitions, conditions."""
+    notes = [lossless(result), TAU_DEFINITION, SLOT_DEFINITION, INTERVAL_DEFINITION, conditions(result)]
     return tuple(notes + [FEW_NOTE]) if few else tuple(notes)
 
 
-def _at_a_time(batch_size: int) -> str:
-    return "one at a time" if batch_size == 1 else f"timed ones one at a time, the others {batch_size} at a time"
+def conditions(result: EvaluationResult) -> str:
+    """What was decoded, how, and on which machine."""
+    meta = result.metadata
+    return (
+        f"{meta.prompt_count} prompts{f' ({meta.prompts})' if meta.prompts else ''}, hash {meta.prompts_hash[:12]}; "
+        f"thinking mode {meta.thinking}; at most {meta.max_new_tokens} new tokens; "
+        f"{_at_a_time(result)}; {meta.dtype} on {meta.device}."
+    )
+
+
+def _at_a_time(result: EvaluationResult) -> str:
+    meta, timed = result.metadata, max(len(arm.seconds or ()) for arm in result)
+    together = "one at a time" if meta.batch_size == 1 else f"{meta.batch_size} at a time"
+    if not timed:
+        return f"{together}, not timed"
+    if timed == meta.prompt_count:
+        return "all timed, one at a time"
+    return f"speeds are of the first {timed}, one at a time; the others {together}"
+
+
+def lossless(result: EvaluationResult) -> str:
+    """How many answers equal those of autoregressive decoding, and in which arms not all do."""
+    found = [(arm, result.identical_outputs(arm)) for arm in result]
+    checked = [(arm, same) for arm, same in found if same is not None]
+    if not checked:
+        return "Whether the outputs equal those of autoregressive decoding was not recorded in this evaluation."
+    differing = [f"{arm.name}: {same} of {arm.prompts}" for arm, same in checked if same != arm.prompts]
+    total = sum(arm.prompts for arm, _ in checked)
+    equal = sum(same for _, same in checked)
+    text = f"Outputs equal to autoregressive decoding, token for token: {equal} of {total} answers"
+    return f"{text} (not all in {'; '.join(differing)})." if differing else f"{text}."
 
 
 def decimals_for(intervals: Sequence[Interval]) -> int:

@@ -49,6 +49,14 @@ def resolve_folder(path_or_hub_id: str | os.PathLike[str], files: Sequence[str] 
         ) from error
 
 
+def readable_name(folder: str | os.PathLike[str]) -> str:
+    """A model's name for people: the hub id of what the hub's cache holds, otherwise the folder's own name."""
+    path = Path(folder).resolve()
+    if path.parent.name == "snapshots":  # models--owner--name/snapshots/<commit>
+        return path.parents[1].name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
 def read_json(path: Path) -> dict:
     """A JSON object from a file; a missing or malformed file is a `UserError` that names file and line."""
     try:

@@ -110,8 +110,8 @@ CHANGES = {
     "max_prompt_tokens": {"max_prompt_tokens": 63},
     "max_new_tokens": {"max_new_tokens": 11},
     "temperature": {"temperature": 0.7},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.9},
+    "top_k": {"temperature": 0.7, "top_k": 5},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
     "seed": {"seed": 1},
     "target_dtype": {"dtype": "bfloat16"},
     "thinking": {"template": TemplateConfig(thinking=True)},
@@ -195,7 +195,8 @@ def test_finished_conversations_become_a_dataset_without_a_target_s_answers(tmp_
     summary = run(config)
     row = ConversationDataset(config.out)[0]
     assert FakeTokenizer().decode(row.tokens[row.loss_mask]) == "bc<|end|>e<|end|>"
-    assert (summary.rows, summary.supervised_tokens) == (1, 5)
+    assert (summary.rows, summary.supervised_tokens, summary.resumed_rows) == (1, 5, 0)
+    assert run(config).resumed_rows == 1
     with pytest.raises(UserError, match="supervise: there .all., now .last."):
         run(dataclasses.replace(config, template=TemplateConfig(supervise="last")))
 
@@ -208,9 +209,9 @@ BAD = {
     "workers": {"workers": 0},
     "start": {"start": -1},
     "limit": {"limit": 0},
-    "temperature": {"temperature": float("nan")},
-    "top_k": {"top_k": 0},
-    "top_p": {"top_p": 1.5},
+    "temperature": {"temperature": 1e-5},  # below what the target draws at
+    "top_k": {"top_k": 2.5},
+    "top_p": {"top_p": 0.9},  # of a greedy run
     "seed": {"seed": -1},
     "record_features": {"record_features": True},
     "tap_ids": {"tap_ids": (1,)},

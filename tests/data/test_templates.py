@@ -154,6 +154,21 @@ def test_raw_style_is_the_prompt_itself():
         template.conversation(chat("a", "b"))
 
 
+@pytest.mark.parametrize("fields", [{"thinking": True}, {"chat_template": "{{ messages }}"}])
+def test_raw_style_reads_no_field_of_a_template(fields):
+    with pytest.raises(UserError, match=f"{next(iter(fields))} is read by a chat template"):
+        TemplateConfig(style="raw", **fields)
+
+
+def test_a_thinking_mode_is_that_of_a_template_with_the_switch():
+    def mode(thinking, text="{{ enable_thinking }}"):
+        return ChatTemplate(FakeTokenizer(), TemplateConfig(thinking=thinking, chat_template=text)).thinking
+
+    assert [mode(False), mode(True)] == ["off", "on"]
+    assert mode(True, "{{ messages }}") == "not applicable"
+    assert ChatTemplate(FakeTokenizer(), TemplateConfig(style="raw")).thinking == "not applicable"
+
+
 def test_answers_without_an_end_of_turn_are_counted():
     rendered = ChatTemplate(FakeTokenizer(), TemplateConfig(), [99999]).conversation(chat("a", "b"))
     assert rendered.unended_answers == 1

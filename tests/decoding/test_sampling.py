@@ -142,6 +142,8 @@ def test_long_run_frequencies_are_the_exact_probabilities(chain, method, tempera
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 5}, "top_k=5 filters what is drawn, and temperature=0"),
+        ({"top_p": 0.9}, "top_p=0.9 filters what is drawn, and temperature=0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
     ],

@@ -14,7 +14,7 @@ from dstill_jax.decoding import rounds
 from dstill_jax.decoding.generate import draft_logits, generate, stream
 from dstill_jax.decoding.proposers import PromptLookup
 from dstill_jax.decoding.sampling import SamplingConfig
-from dstill_jax.decoding.session import Request, Session, decode_requests
+from dstill_jax.decoding.session import _PREFILL_TOKENS_CPU, Request, Session, decode_requests
 from dstill_jax.decoding.state import DecodeState
 from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_lib
@@ -60,6 +60,15 @@ def test_a_shared_prefix_changes_no_token_and_no_feature(target, drafter, method
     for tokens in ([7, 3, 11, 5], prefix, [1, 2, 3, 4, 5, 6]):
         with pytest.raises(UserError, match="shared prefix"):
             list(Session(target, **SHAPE, shared_prefix=prefix).run([Request(0, tokens)]))
+
+
+def test_a_long_shared_prefix_is_read_in_parts(target, monkeypatch):
+    """As a prompt of its length is: its attention scores would be the square of it."""
+    chunks = []
+    monkeypatch.setattr("dstill_jax.decoding.session.prefill", lambda *arguments: chunks.append(arguments[-1]))
+    long = dataclasses.replace(target, config=dataclasses.replace(target.config, max_position_embeddings=9000))
+    Session(long, batch_size=1, max_prompt_tokens=8100, max_new_tokens=8, shared_prefix=[1] * 8000)
+    assert chunks == [_PREFILL_TOKENS_CPU]
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "dflash"])
@@ -239,7 +248,14 @@ def test_a_drafter_of_another_target_is_refused(target, drafter):
 
 @pytest.mark.parametrize(
     "prompt, block, message",
-    [([], [1, 2], "prompt"), ([1], [], "block"), ([1], [1] * 6, "block_size=5"), ([37], [1], "37"), ([1], [-2], "-2")],
+    [
+        ([1.7], [1], "token id=1.7 must be a whole number"),
+        ([], [1, 2], "prompt"),
+        ([1], [], "block"),
+        ([1], [1] * 6, "block_size=5"),
+        ([37], [1], "37"),
+        ([1], [-2], "-2"),
+    ],
 )
 def test_draft_logits_refuses_what_it_cannot_score(target, drafter, prompt, block, message):
     with pytest.raises(UserError, match=message):

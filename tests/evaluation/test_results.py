@@ -117,6 +117,15 @@ def test_arms_at_different_temperatures_are_not_compared(result):
     assert EvaluationResult(result.metadata, (*result.arms, warm)).speedup(warm) is None
 
 
+def test_each_arm_has_the_baseline_that_was_drawn_as_it_was(result):
+    plain, a1 = result.arms[:2]
+    cut = [dataclasses.replace(arm, name=f"{arm.name} cut", temperature=1.0, top_p=0.9) for arm in (plain, a1)]
+    warm = dataclasses.replace(plain, name="warm", temperature=1.0)
+    found = EvaluationResult(result.metadata, (plain, a1, warm, *cut))
+    assert [found.baseline(arm).name for arm in found] == [plain.name, plain.name, "warm", cut[0].name, cut[0].name]
+    assert found.speedup(cut[1]) == found.speedup(a1)
+
+
 def test_the_token_of_the_prefill_may_stand_outside_the_rounds():
     rounds = [[2], [2], [2], []]
     arm = MethodResult("x", "dflash", 3, PROMPTS_HASH, tokens=(3, 3, 3, 1), acceptance_lengths=rounds)

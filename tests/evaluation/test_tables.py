@@ -1,12 +1,13 @@
 """Tables: right cells, sensible digits, readable on narrow terminals."""
 
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
 from dstill_jax.errors import UserError
-from dstill_jax.evaluation import Interval, change_table, headline_table, print_headline
+from dstill_jax.evaluation import EvaluationResult, Interval, change_table, headline_table, print_headline
 from dstill_jax.evaluation.tables import decimals_for, html_table
 
 
@@ -46,6 +47,21 @@ def test_headline_has_the_columns_and_values_of_every_arm(result):
 def test_drafted_and_notes_appear_only_when_they_say_something(result):
     plain = type(result)(result.metadata, result.arms[:2])
     assert not {"drafted", "notes"} & set(headline_table(plain).columns)
+
+
+def test_the_notes_say_what_was_timed_and_which_outputs_differ(result):
+    plain, a1, a4 = result.arms[:3]
+    timed = [dataclasses.replace(arm, seconds=arm.seconds[:2]) for arm in (plain, a1)]
+    other = dataclasses.replace(a4, output_digests=("another", *a4.output_digests[1:]), seconds=None)
+    meta = dataclasses.replace(result.metadata, batch_size=3)
+
+    def notes(*arms):
+        return " ".join(headline_table(EvaluationResult(meta, arms)).footnotes)
+
+    assert "token for token: 7 of 8 answers (not all in A4: 3 of 4)." in notes(*timed, other)
+    assert "speeds are of the first 2, one at a time; the others 3 at a time" in notes(*timed, other)
+    assert "all timed, one at a time" in notes(plain, a1) and "token for token: 4 of 4 answers. " in notes(plain, a1)
+    assert "3 at a time, not timed" in notes(other) and "was not recorded" in notes(other)
 
 
 @pytest.mark.parametrize("half, decimals", [(0.058, 3), (0.12, 2), (0.58, 2), (1.4, 1), (0.0004, 3), (40.0, 1)])

@@ -22,6 +22,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.models import target as target_model
 from dstill_jax.models.layers import store_input_first
 from dstill_jax.models.target import Target, init_params
+from dstill_jax.weights.folders import readable_name
 from dstill_jax.weights.load import describe_target, load_drafter, load_target, save_drafter, save_target
 
 REFERENCE = Path(__file__).parent.parent / "reference"
@@ -31,6 +32,14 @@ CASES = ["qwen3_tiny", "llama_tied"]
 def copy(case: str, kind: str, folder: Path) -> Path:
     shutil.copytree(REFERENCE / case / kind, folder / kind)
     return folder / kind
+
+
+@pytest.mark.parametrize(
+    "folder, name",
+    [("hub/models--Owner--Model-0.6B/snapshots/c1899de", "Owner/Model-0.6B"), ("my-model/", "my-model")],
+)
+def test_a_model_is_called_by_its_hub_id_or_its_folder(tmp_path: Path, folder: str, name: str) -> None:
+    assert readable_name(f"{tmp_path}/{folder}") == name
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
