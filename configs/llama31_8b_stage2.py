@@ -7,14 +7,14 @@ Hardware: as stage 1. Not run yet: no result is claimed here.
 
 plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
   stage2 of meta-llama/Llama-3.1-8B-Instruct: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 7.47 GB of 17.18 GB per device
-  bytes per device: arguments 2.54 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 4.89 GB, program
-      45.23 MB
+  fits: 7.54 GB of 17.18 GB per device
+  bytes per device: arguments 2.54 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 4.95 GB, program
+      45.02 MB
   arguments: drafter params 293.80 MB, optimiser 881.41 MB, target params 1.00 GB, embedding, head 131.33 MB,
       teacher params 293.80 MB, batch 39.94 kB
-  per device and step: 403 TFLOP, HBM 823.51 GB, ICI 67.06 GB, DCN 0 B (21830312 ICI bytes a token)
+  per device and step: 403 TFLOP, HBM 824.32 GB, ICI 67.06 GB, DCN 0 B (21830404 ICI bytes a token)
   all-gather: 1198 x over 16 devices (ici), 53.13 GB
-  all-reduce: 226 x over 16 devices (ici), 12.91 GB
+  all-reduce: 215 x over 16 devices (ici), 12.91 GB
   all-to-all: 17 x over 16 devices (ici), 1.03 GB
   step takes at least: compute 2.05e+03 ms, hbm 1.01e+03 ms, ici 335 ms -> bound by compute
   at most: MFU 92% (compute alone 92%), 24,002 tokens/s, 4,000 anchors/s; 800k samples take at least 1.19 days
@@ -26,14 +26,14 @@ plan for v5e-16 (1 x v5e:4x4, 16 devices), mesh: fsdp=16
 
 plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage2 of meta-llama/Llama-3.1-8B-Instruct: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
-  fits: 7.72 GB of 102.01 GB per device
-  bytes per device: arguments 2.54 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 5.13 GB, program
-      50.88 MB
+  fits: 7.78 GB of 102.01 GB per device
+  bytes per device: arguments 2.54 GB, outputs 1.18 GB (of them 1.18 GB in place), temporaries 5.19 GB, program
+      50.69 MB
   arguments: drafter params 293.80 MB, optimiser 881.41 MB, target params 1.00 GB, embedding, head 131.33 MB,
       teacher params 293.80 MB, batch 39.94 kB
-  per device and step: 403 TFLOP, HBM 823.51 GB, ICI 67.06 GB, DCN 0 B (21830312 ICI bytes a token)
+  per device and step: 403 TFLOP, HBM 824.32 GB, ICI 67.06 GB, DCN 0 B (21830404 ICI bytes a token)
   all-gather: 1198 x over 16 devices (ici), 53.13 GB
-  all-reduce: 226 x over 16 devices (ici), 12.91 GB
+  all-reduce: 215 x over 16 devices (ici), 12.91 GB
   all-to-all: 17 x over 16 devices (ici), 1.03 GB
   step takes at least: compute 879 ms, hbm 298 ms, ici 168 ms -> bound by compute
   at most: MFU 92% (compute alone 92%), 55,923 tokens/s, 9,321 anchors/s; 800k samples take at least 0.51 days

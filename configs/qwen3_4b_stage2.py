@@ -28,7 +28,7 @@ plan for v5p-32 (1 x v5p:2x2x4, 16 devices), mesh: fsdp=16
   stage2 of Qwen/Qwen3-4B: 16 rows of 3072, 512 anchors of 16; remat on, anchor chunk None
   fits: 4.62 GB of 102.01 GB per device
   bytes per device: arguments 1.27 GB, outputs 538.02 MB (of them 538.01 MB in place), temporaries 3.29 GB, program
-      52.89 MB
+      52.90 MB
   arguments: drafter params 134.48 MB, optimiser 403.43 MB, target params 503.18 MB, embedding, head 97.24 MB,
       teacher params 134.48 MB, batch 39.94 kB
   per device and step: 216 TFLOP, HBM 678.26 GB, ICI 33.37 GB, DCN 0 B (10861490 ICI bytes a token)

@@ -10,7 +10,7 @@ plan for v5p-128 (1 x v5p:4x4x4, 64 devices), mesh: data=4, fsdp=16
   set for this slice: mesh.data=4, batches.batch_size=64
   fits: 7.01 GB of 102.01 GB per device
   bytes per device: arguments 2.41 GB, outputs 1.05 GB (of them 1.05 GB in place), temporaries 4.55 GB, program
-      38.18 MB
+      38.19 MB
   arguments: drafter params 262.35 MB, optimiser 787.04 MB, target params 1.02 GB, embedding, head 155.58 MB,
       teacher params 262.35 MB, batch 39.94 kB
   per device and step: 380 TFLOP, HBM 836.27 GB, ICI 59.09 GB, DCN 0 B (19235757 ICI bytes a token)

@@ -26,8 +26,10 @@ def only_one(folder: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise UserError(
                 f"{folder}: another process is working in this folder; wait for it or choose another folder"
             ) from error
+        except OSError:  # a file system without locks, as some network disks are
+            pass
         yield

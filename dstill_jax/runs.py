@@ -158,8 +158,9 @@ def run_stage(
     if config.new is not None:
         check_mask(dataset, drafter.mask_token_id)
     scale = tap_scale(dataset, drafter, target, config.batches.seq_len, mesh)
-    params = _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params
-    trainable = fold_tap_scale(params, 1.0 / jnp.asarray(scale))  # in training the scale is apart
+    trainable = fold_tap_scale(  # in training the scale is apart
+        _new_params(config, drafter, target, scale, mesh) if begun is None else begun.params, 1.0 / jnp.asarray(scale)
+    )
     kept = training_vocabulary(
         config.vocabulary,
         config.batches.seq_len,
@@ -169,12 +170,14 @@ def run_stage(
         [d for d in (begun, teacher) if d is not None],
     )
     frozen = _freeze(target, scale, kept, teacher, live, mesh)
-    if not live:  # the rest of it is not read again, and would stay on the device
+    # What is not read again would stay on the device.
+    if not live:
         target = dataclasses.replace(target, params={})
+    begun, teacher = (d and dataclasses.replace(d, params={}) for d in (begun, teacher))
     state = train(
         loss_function(config, target.config, drafter, mesh),
         frozen,
-        trainable,
+        _handed_over(trainable),
         _Data(pipeline, json.dumps(pipeline.key, sort_keys=True)),
         config.train,
         config.optimizer,
@@ -202,6 +205,13 @@ def run_stage(
             report(f"{folder} is the drafter of the last step; {folder_of_best} the best by {by}, of step {best}")
     hosts.exchange()  # whoever returns finds the drafters there
     return folder
+
+
+def _handed_over(params: Params) -> Params:
+    """The same tree, of which the one that was given keeps nothing: its arrays go when `train` has copied them."""
+    handed = dict(params)
+    params.clear()
+    return handed
 
 
 def _best_step(config: RunConfig) -> int | None:

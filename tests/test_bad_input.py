@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import runpy
 import shutil
@@ -17,6 +18,7 @@ from dstill_jax.errors import UserError
 from dstill_jax.locks import only_one
 from dstill_jax.overrides import override
 from dstill_jax.training.loop import _write_config
+from dstill_jax.weights.cache_folder import locked
 
 REFERENCE = Path(__file__).parent / "reference"
 CONFIG = """
@@ -328,6 +330,16 @@ def test_a_folder_has_one_process_at_a_time(place: Path) -> None:
     with only_one(Path("run")), pytest.raises(UserError, match="another process"), only_one(Path("run")):
         pass
     with only_one(Path("run")):  # the first has left
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_a_disk_without_locks_is_worked_on_without_them(tmp_path: Path, monkeypatch, number: int) -> None:
+    def flock(*_) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with only_one(tmp_path), locked(tmp_path / "cache"):
         pass
 
 

@@ -90,7 +90,10 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y.astype(x.dtype) * scale.astype(x.dtype)).astype(x.dtype)
+        # Both rounded to x's dtype, multiplied in float32: the same product, and the gradient of `scale`, a sum over all
+        # rows and devices, is formed in float32.
+        y, scale = (part.astype(x.dtype).astype(jnp.float32) for part in (y, scale))
+        return (y * scale).astype(x.dtype)
 
 
 class AttentionProjections(nn.Module):

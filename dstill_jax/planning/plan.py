@@ -103,14 +103,15 @@ def candidates(config: RunConfig, place: Slice) -> list[tuple[RunConfig, dict[st
         batches = dataclasses.replace(config.batches, batch_size=micro * steps)
         train = dataclasses.replace(config.train, accumulate_steps=steps)
         memory = Memory(scan_layers=True, remat_layers=remat)
+        parts = {"mesh": mesh, "memory": memory, "batches": batches, "train": train}
         changed = {
-            "mesh": mesh.describe(),
-            "batches.batch_size": batches.batch_size,
-            "train.accumulate_steps": steps,
-            "memory": f"remat_layers={remat}",
+            f"{name}.{field}": value
+            for name, part in parts.items()
+            for field, value in vars(part).items()
+            if value != getattr(getattr(config, name), field)
         }
         with contextlib.suppress(UserError):  # what the run itself refuses
-            made = dataclasses.replace(config, mesh=mesh, batches=batches, memory=memory, train=train)
+            made = dataclasses.replace(config, **parts)
             found.append((made, changed))
     return found
 
@@ -142,5 +143,6 @@ def search(
                 f"{values['tokens_per_second_at_most']:,.0f} tokens/s at most" if values["fits"] else values["reason"]
             )
             rows, steps = made.batches.batch_size, made.train.accumulate_steps
-            report(f"{changed['mesh']}, batch_size={rows}, accumulate_steps={steps}, {changed['memory']}: {verdict}")
+            setting = f"batch_size={rows}, accumulate_steps={steps}, remat_layers={made.memory.remat_layers}"
+            report(f"{made.mesh.describe()}, {setting}: {verdict}")
     return sorted(results, key=lambda v: -v.get("tokens_per_second_at_most", 0.0))

@@ -35,6 +35,7 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
 
 _MAX_LISTED = 12
+_PARTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "state", "metrics"}  # what a step folder holds
 
 
 class CheckpointStore:
@@ -86,7 +87,7 @@ class CheckpointStore:
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint, or None."""
-        return latest_step(self.directory)
+        return max(_complete_steps(self.directory), default=None)
 
     def agreed_step(self) -> int | None:
         """`latest_step`, the same in every process.
@@ -218,6 +219,7 @@ def load_params(
 ) -> Params:
     """The weights of a checkpoint alone, float32: the moving average, or the raw parameters. Nothing else is read.
 
+    The scale of the taps is apart from them in training: what can draft is a run's `drafter` folder.
     `directory` is a run folder, its checkpoint folder, or the folder of one step; `step` defaults to the newest. The
     arrays are placed as those of `like` are, or all by `sharding`, by default on the first device.
     """
@@ -304,12 +306,18 @@ def _set_incomplete_aside(folder: epath.Path) -> None:
     """Step folders that hold no checkpoint: the rest of a killed deletion goes, a newer one (a broken copy) is renamed.
 
     Orbax would count them as checkpoints, hence delete good ones in their place. In a bucket it looks after them itself.
+    Raises `UserError` where a folder with a number for its name holds something else.
     """
     if "://" in str(folder) or not folder.is_dir():
         return
     newest = max(_complete_steps(folder), default=-1)
     for path in folder.iterdir():
         if path.is_dir() and path.name.isdecimal() and not _is_complete(path):
+            if other := sorted({file.name for file in path.iterdir()} - _PARTS):
+                raise UserError(
+                    f"{path} holds {other[0]} and is no checkpoint, but has a checkpoint's name and would be deleted as an"
+                    " old one; give checkpoints a folder of their own"
+                )
             if int(path.name) < newest:
                 shutil.rmtree(path, ignore_errors=True)  # a local folder
             else:

@@ -3,6 +3,7 @@
 Used by `loop.py`; the command line catches `Interrupted`.
 """
 
+import itertools
 import os
 import signal
 import threading
@@ -16,6 +17,10 @@ from jax.experimental import multihost_utils
 from dstill_jax.sharding import hosts
 
 T = TypeVar("T")
+
+_questions = itertools.count(1)
+"""Counts the calls of `StopSignals.agreed` of this process. jax's preemption service names as the point to stop at the one
+after the largest that it was asked about, which steps would jump over: a run goes on at step 501, the next one begins at 1."""
 
 
 class Interrupted(Exception):
@@ -39,7 +44,7 @@ class StopSignals:
     A signal during compilation, evaluation or saving is thus kept until the next step ends. A second SIGINT raises
     `KeyboardInterrupt` at once: the last checkpoint is what remains. Outside the main thread it does nothing.
 
-    One inside another hands on what came; see `stop_between`.
+    One inside another takes over what has come, and hands on what comes; see `stop_between`.
 
     In a job of several processes SIGTERM is left to jax's preemption service, which has all of them stop after the same
     step whichever was asked to; SIGINT is passed on to it.
@@ -54,13 +59,16 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT,) if self._shared else (signal.SIGTERM, signal.SIGINT):
                 self._previous[signum] = signal.signal(signum, self._received)
+                outer = _owner(self._previous[signum])
+                if outer is not None and self.signum is None:
+                    self.signum = outer.signum  # it came while the run was being set up
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-            outer = getattr(handler, "__self__", None)
-            if isinstance(outer, StopSignals) and outer.signum is None:
+            outer = _owner(handler)
+            if outer is not None and outer.signum is None:
                 outer.signum = self.signum  # it came too late for what has ended here, not for what comes next
         self._previous.clear()
 
@@ -71,11 +79,18 @@ class StopSignals:
         if self._shared:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def agreed(self, step: int) -> int | None:
-        """The signal to stop after `step`, the same in every process; all must ask after every step."""
-        if not self._shared:
+    def agreed(self) -> int | None:
+        """The signal to stop at, the same in every process; all must ask after every step."""
+        if self._shared and multihost_utils.reached_preemption_sync_point(next(_questions)):
+            self.signum = signal.SIGTERM
             return self.signum
-        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+        return None if self._shared else self.signum
+
+
+def _owner(handler: Any) -> StopSignals | None:
+    """The StopSignals that a signal's handler belongs to."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None
 
 
 def stop_between(runs: Iterable[T]) -> Iterator[T]:

@@ -71,6 +71,7 @@ def train(
     identity = _identity(metadata, train_config, optimizer_config, data)
     optimizer = build_optimizer(optimizer_config, train_config.total_steps)
     state = _begin(params_init, optimizer, train_config.seed, rows, state_shardings)
+    del params_init  # of a caller that keeps none of it, the copy is all that stays on the device
     shardings = None if rows is None else jax.tree.map(lambda x: x.sharding, state)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -143,7 +144,7 @@ class _Run:
             self._profiler.after(done, state)
             extra = None if self._on_step is None else self._on_step(done, state)
             self._recorder.push(done, metrics, {**perf, **(extra or {})})
-            stop = self._signals.agreed(done)
+            stop = self._signals.agreed()
             saves = done % self._config.save_every == 0 or done == total or stop is not None
             if saves:
                 values = self._recorder.flush()  # raises on a bad step, so a checkpoint is always of a good one
@@ -207,7 +208,7 @@ class _Recorder:
         saved = "there is no checkpoint yet" if last is None else f"the last good one is {self._store.path(last)}"
         return (
             f"step {step}: {', '.join(named)}; this step changed nothing and {saved}."
-            " Lower the learning rate, or look at the data of that step"
+            " Give a lower learning rate, in another run folder, or look at the data of that step"
         )
 
 

@@ -4,7 +4,7 @@ Made by `init_state`, advanced by `step.py`, saved and restored by `checkpoints.
 
     params     nested dict, float32
     opt_state  of the optax transform; moments float32
-    ema        same tree as params, float32: the averaged weights, always ready to use
+    ema        same tree as params, float32: the averaged weights
     step       int32 scalar: completed steps, steps with nothing to learn from included
     updates    int32 scalar: steps that moved the weights
     rng        uint32 [2]: data of the base key; the key of a step is `fold_in(base_key, step)`

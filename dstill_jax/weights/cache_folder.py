@@ -50,7 +50,8 @@ def sha256_of(path: Path) -> str:
 def locked(path: Path) -> Iterator[None]:
     """Holds `<path>.lock`, so that two processes do not build the same thing at once.
 
-    The operating system drops the lock of a killed process. Where there are no such locks (Windows) it does nothing.
+    The operating system drops the lock of a killed process. Where there are no such locks (Windows, some
+    network disks) it does nothing.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,8 @@ def locked(path: Path) -> Iterator[None]:
         yield
         return
     with open(path.with_name(path.name + ".lock"), "a") as file:  # a file of that name may be somebody's
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -1,6 +1,7 @@
 """Both stages through `run_stage` on a tiny target: what comes out, and that an interruption changes nothing."""
 
 import dataclasses
+import gc
 import pickle
 import shutil
 import signal
@@ -89,11 +90,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
 def test_a_run_stopped_twice_ends_with_the_same_bytes(stage: str, whole: dict[str, RunConfig], tmp_path: Path) -> None:
+    """While it trains, the device holds the state's copies of the weights, stage 2's teacher, and no other."""
     config = dataclasses.replace(whole[stage], out=str(tmp_path / stage))
     for stop_at in (5, 7):
 
-        def stop(step: int, _: object, stop_at: int = stop_at) -> None:
+        def stop(step: int, state: dict, stop_at: int = stop_at) -> None:
             if step == stop_at:
+                gc.collect()  # what runs before this one have left
+                shape = state["params"]["fc"]["kernel"].shape
+                copies = sum(x.shape == shape for x in jax.tree.leaves(state))
+                assert sum(x.shape == shape for x in jax.live_arrays()) == copies + (stage == "stage2")
                 raise Boom
 
         with pytest.raises(Boom):

@@ -16,6 +16,7 @@ from dstill_jax.distill.initialise import DrafterShape
 from dstill_jax.errors import UserError
 from dstill_jax.losses.config import LossConfig
 from dstill_jax.models.drafter import Memory
+from dstill_jax.overrides import override
 from dstill_jax.planning.chips import Slice, parse_slice
 from dstill_jax.planning.compile import Compiled, abstract_run, require_target, settle
 from dstill_jax.planning.plan import candidates
@@ -135,6 +136,17 @@ def searched(rows: int, slice_name: str) -> list[RunConfig]:
     config = run_of()
     batches = dataclasses.replace(config.batches, batch_size=rows)
     return [made for made, _ in candidates(dataclasses.replace(config, batches=batches), parse_slice(slice_name))]
+
+
+def test_what_a_search_says_makes_its_settings() -> None:
+    """As overrides, also of what the configuration had otherwise."""
+    config = run_of()
+    mesh = dataclasses.replace(config.mesh, fsdp=16, split_rows=True)
+    config = dataclasses.replace(
+        config, mesh=mesh, memory=Memory(scan_layers=False, anchor_chunk=64), anchors_per_row=64
+    )
+    for made, changed in candidates(config, parse_slice("v5e-16")):
+        assert override(config, [f"{name}={value}" for name, value in changed.items()]) == made
 
 
 def test_a_search_begins_with_every_mesh() -> None:

@@ -208,6 +208,24 @@ def test_a_half_written_step_is_never_restored(saved, trained):
     assert (folder / "5.incomplete").is_dir()
 
 
+def test_folders_that_are_somebody_else_s_are_refused_and_left(tmp_path, trained):
+    """Job numbers and years look like steps."""
+    photo = tmp_path / "2024" / "photo.txt"
+    photo.parent.mkdir()
+    photo.touch()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"2024 holds photo.txt and is no checkpoint.*folder of their own"):
+            CheckpointStore(tmp_path)
+    assert photo.exists()
+
+
+def test_a_store_looks_into_its_own_folder_alone(tmp_path, trained):
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(at_step(trained, 3), IDENTITY)
+    with CheckpointStore(tmp_path) as store:
+        assert store.latest_step() is None
+
+
 def test_a_damaged_checkpoint_is_named(saved):
     for file in (saved / "checkpoints" / "3" / "state" / "d").iterdir():
         file.write_bytes(b"")

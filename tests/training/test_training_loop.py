@@ -18,7 +18,7 @@ from toy_training import OPTIMIZER, ToyData, run_toy, toy_loss
 
 from dstill_jax.errors import UserError
 from dstill_jax.training import Interrupted, NonFiniteError, OptimizerConfig, latest_step, load_params, read_jsonl
-from dstill_jax.training.interrupt import stop_between
+from dstill_jax.training.interrupt import StopSignals, stop_between
 from dstill_jax.training.prefetch import Prefetcher
 
 SCRIPT = Path(toy_training.__file__)
@@ -152,6 +152,33 @@ def test_a_signal_too_late_for_one_run_stops_before_the_next(tmp_path):
     for name in stop_between(["last"]):
         run_toy(tmp_path / name, total_steps=4, on_step=send)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_while_a_run_is_set_up_stops_it_after_its_first_step(tmp_path):
+    """Setting up is loading a target and reading data; nothing listens then but `stop_between`."""
+    with pytest.raises(Interrupted) as caught:
+        for name in stop_between(["only"]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            run_toy(tmp_path / name)
+    assert caught.value.step == 1
+
+
+def test_processes_agree_to_stop_whatever_step_a_run_begins_at(monkeypatch):
+    """jax's service names the question after the last one as the point to stop at, so questions are counted, not steps."""
+    asked = []
+
+    def reached(question: int) -> bool:
+        asked.append(question)
+        return len(asked) == 3
+
+    monkeypatch.setattr("dstill_jax.sharding.hosts.count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", reached)
+    with pytest.raises(Interrupted, match="SIGTERM between two runs"):
+        for steps in stop_between([2, 1, 1]):
+            with StopSignals() as signals:
+                found = [signals.agreed() for _ in range(steps)]
+    assert asked == list(range(asked[0], asked[0] + 3))
+    assert found == [signal.SIGTERM]  # in the last step of the second run: the third does not begin
 
 
 def test_a_signal_during_compilation_stops_after_the_first_step(tmp_path, uninterrupted):
