@@ -2,7 +2,8 @@
 
 Command:  dstill train configs/smollm2_dflash.py        (data as in configs/smollm2_stage1.py)
 Hardware: any; on two CPU cores a step takes about a third of a second.
-Expected: see the table of `dstill demo` in the README (arm A1), which trains this recipe for a few hundred steps.
+Expected: see the table of `dstill demo` in the README (arm A1): the same drafter and loss for a few hundred steps, at
+          another learning rate and smaller batches.
 """
 
 import dataclasses

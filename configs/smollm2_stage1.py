@@ -5,8 +5,8 @@ Before:   dstill fetch smollm2 gsm8k
               --max-new-tokens 128 --workers 2 --taps 1 8 14 20 27
 Command:  dstill train configs/smollm2_stage1.py
 Hardware: any; on two CPU cores a step takes about a third of a second.
-Expected: see the table of `dstill demo` in the README, which trains this recipe for a few hundred steps. This longer
-          one has not been run to its end yet.
+Expected: see the table of `dstill demo` in the README: the same drafter and loss for a few hundred steps, at another
+          learning rate and smaller batches. This longer one has not been run to its end yet.
 
 GSM8K here is its test file: `dstill prepare --prompts gsm8k` leaves out the held-out rows, `dstill eval --prompts gsm8k`
 takes no others.

@@ -55,7 +55,8 @@ def _run(args: argparse.Namespace) -> int:
         where = f" ({error.filename})" if error.filename else ""
         return _fail(f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to go on", 130)
+        goes_on = args.command in ("fetch", "prepare", "train", "demo")
+        return _fail(f"interrupted{'; run the same command again to go on' if goes_on else ''}", 130)
 
 
 def _set_environment() -> None:

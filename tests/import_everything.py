@@ -15,7 +15,6 @@ os.environ["JAX_PLATFORMS"] = "no_such_platform"
 OPTIONAL = (
     "array_record",
     "gguf",
-    "grain",
     "huggingface_hub",
     "jinja2",
     "matplotlib",

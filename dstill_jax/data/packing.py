@@ -22,10 +22,6 @@ class UnitOrder(Protocol):
         """Dataset rows of the unit with this global index."""
         ...
 
-    def epoch(self, index: int) -> int:
-        """The epoch that a global index lies in."""
-        ...
-
     def end(self, epochs: int) -> int:
         """The global index after the last unit of the first `epochs` epochs."""
         ...
@@ -51,9 +47,6 @@ class OneEach:
         epoch, place = divmod(index, len(self._rows))
         return (int(self._order(epoch)[place]),)
 
-    def epoch(self, index: int) -> int:
-        return index // len(self._rows)
-
     def end(self, epochs: int) -> int:
         return epochs * len(self._rows)
 
@@ -78,10 +71,6 @@ class Packed:
             epoch = self._locate(index)
             begin = self._ends[epoch - 1] if epoch else 0
             return self._plan(epoch)[index - begin]
-
-    def epoch(self, index: int) -> int:
-        with self._lock:
-            return self._locate(index)
 
     def end(self, epochs: int) -> int:
         with self._lock:

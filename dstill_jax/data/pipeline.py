@@ -1,4 +1,4 @@
-"""Training batches from a conversation dataset, by step; Grain reads ahead in `iterate`. Called by training.
+"""Training batches from a conversation dataset, by step. `training.prefetch` reads ahead.
 
 `batch(step)` is a pure function of the dataset, the configuration and the step, so the position in the data is one
 integer: resuming anywhere, twice, or on another number of hosts gives the same batches. A batch is a dict of NumPy
@@ -11,7 +11,7 @@ arrays:
     features      float16 [B, S, W]    only when the dataset stores them; row i belongs to token i
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from dstill_jax.data.dataset import ConversationSource, num_anchors
 from dstill_jax.data.packing import OneEach, Packed, UnitOrder
-from dstill_jax.errors import MissingExtraError, UserError
+from dstill_jax.errors import UserError
 
 _ENDLESS = 2**40  # units of a pipeline without a last epoch
 
@@ -113,10 +113,6 @@ class BatchPipeline:
         """Batches until the last epoch's end, the same in every process; None when there is no end."""
         return -(-self._units // self.config.batch_size) if self.config.num_epochs else None
 
-    def epoch(self, step: int) -> int:
-        """The epoch that the first row of a batch belongs to, from 0."""
-        return self._order.epoch(step * self.config.batch_size)
-
     def batch(self, step: int) -> Batch:
         """The rows `self.rows` of the global batch of that step."""
         if step < 0 or (self.total_steps is not None and step >= self.total_steps):
@@ -135,23 +131,11 @@ class BatchPipeline:
             self._fill({name: array[row] for name, array in batch.items()}, unit)
         return batch
 
-    def iterate(self, start_step: int = 0, *, threads: int = 2, prefetch: int = 4) -> "BatchIterator":
-        """Batches from a step on; `threads` read `prefetch` batches ahead (0: none does)."""
-        if threads < 0 or prefetch < 0:
-            raise UserError(f"threads={threads} and prefetch={prefetch} must not be negative")
-        return BatchIterator(self, start_step, threads, prefetch)
-
     @property
     def key(self) -> dict[str, Any]:
         """Everything the sequence of global batches depends on."""
         names = ("seq_len", "batch_size", "mode", "overlong", "seed")
         return {"dataset": self.source.fingerprint, **{name: getattr(self.config, name) for name in names}}
-
-    def _read_ahead(self, start_step: int, threads: int, prefetch: int) -> Iterator[Batch]:
-        grain = _grain()
-        steps = -(-self._units // self.config.batch_size)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch if threads else 0)
-        return iter(grain.MapDataset.range(steps).map(self.batch)[start_step:].to_iter_dataset(options))
 
     def _fill(self, row: Batch, unit: int) -> None:
         """One row of a batch that is zero so far, its features apart: large arrays are written once."""
@@ -190,51 +174,3 @@ class BatchPipeline:
             rows=units,
             fill=float(cut.sum() / (units * self.config.seq_len)),
         )
-
-
-class BatchIterator:
-    """Batches one after another, with a position that can be saved and restored."""
-
-    def __init__(self, pipeline: BatchPipeline, step: int, threads: int, prefetch: int) -> None:
-        self._pipeline, self._threads, self._prefetch = pipeline, threads, prefetch
-        self._seek(step)
-
-    def __iter__(self) -> "BatchIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self._reader)
-        self.step += 1
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        """The position as plain JSON values: {"step": the next step, and what the sequence depends on}."""
-        return {"step": self.step, **self._pipeline.key}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues at a saved position.
-
-        Raises:
-            UserError: the position was saved for other data or another configuration; the differing fields are named.
-        """
-        key = self._pipeline.key
-        if differing := sorted(name for name in key if state.get(name, "absent") != key[name]):
-            changes = "; ".join(f"{name}: saved {state.get(name, 'absent')}, now {key[name]}" for name in differing)
-            raise UserError(
-                f"the saved data position belongs to another run ({changes}); start a new run or restore these settings"
-            )
-        self._seek(int(state["step"]))
-
-    def _seek(self, step: int) -> None:
-        if step < 0:
-            raise UserError(f"step={step} of a data position must not be negative")
-        self.step = step
-        self._reader = self._pipeline._read_ahead(step, self._threads, self._prefetch)
-
-
-def _grain() -> Any:
-    try:
-        import grain
-    except ImportError as error:
-        raise MissingExtraError("grain", "data") from error
-    return grain

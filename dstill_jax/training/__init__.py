@@ -1,7 +1,7 @@
 """Training: optimiser, state, step, checkpoints, metrics and the loop that ties them together."""
 
 from dstill_jax.training.checkpoints import CheckpointStore, best_step, latest_step, load_metadata, load_params
-from dstill_jax.training.config import OptimizerConfig, TrainConfig, from_dict, to_dict
+from dstill_jax.training.config import OptimizerConfig, TrainConfig, to_dict
 from dstill_jax.training.interrupt import Interrupted
 from dstill_jax.training.loop import NonFiniteError, train
 from dstill_jax.training.metrics import (
@@ -35,7 +35,6 @@ __all__ = [
     "best_step",
     "build_optimizer",
     "build_schedule",
-    "from_dict",
     "init_state",
     "latest_step",
     "load_metadata",

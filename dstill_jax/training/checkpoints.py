@@ -67,7 +67,7 @@ class CheckpointStore:
                 preservation_policy=_preservation(keep_last, keep_best),
                 cleanup_tmp_directories=True,
             )
-        except OSError as e:
+        except (OSError, ImportError) as e:  # a bucket needs a package of its own
             raise UserError(f"cannot open checkpoint folder {self.directory}: {e}; choose another run folder") from e
 
     def __enter__(self) -> Self:

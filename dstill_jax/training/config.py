@@ -4,16 +4,12 @@ Read by `optimizer.py`, `step.py` and `loop.py`; saved as JSON beside every chec
 """
 
 import dataclasses
-import difflib
 import math
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from dstill_jax.errors import UserError
-
-Config = TypeVar("Config")
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -47,11 +43,6 @@ class OptimizerConfig:
         if self.clip_norm is not None:
             _check_range(self, "clip_norm", above=0.0)
         _check_range(self, "ema_decay", at_least=0.0, below=1.0)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Builds the config from plain values; an unknown or missing key is a `UserError` that names it."""
-        return from_dict(cls, values)
 
 
 @dataclass(frozen=True)
@@ -87,11 +78,6 @@ class TrainConfig:
                     f"TrainConfig.profile_steps must be (first, last) with 1 <= first <= last, got {first, last}"
                 )
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Builds the config from plain values; an unknown or missing key is a `UserError` that names it."""
-        return from_dict(cls, values)
-
 
 OPERATIONAL_FIELDS = frozenset(
     {"save_every", "keep_last", "keep_best", "log_every", "prefetch", "profile_steps", "tensorboard", "progress"}
@@ -99,29 +85,8 @@ OPERATIONAL_FIELDS = frozenset(
 """Fields of `TrainConfig` that change no number of the run, hence may differ when a run is resumed."""
 
 
-def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """Builds a config dataclass from a mapping of its own field names, strictly.
-
-    Raises `UserError` for a key the class does not have (with the closest field names), for a missing required
-    field, and for a value of the wrong type.
-    """
-    if not isinstance(values, Mapping):
-        raise UserError(f"{cls.__name__} must be a table of fields, got {values!r} ({type(values).__name__})")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"the fields are {', '.join(fields)}"
-            raise UserError(f"{cls.__name__} has no field {key!r}; {hint}")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise UserError(f"{cls.__name__}.{name} is missing; it has no default, so give a value")
-    return cls(**values)
-
-
 def to_dict(config: object) -> dict[str, Any]:
-    """The config as JSON values (tuples become lists), such that `from_dict` gives back an equal config."""
+    """The config as JSON values; tuples become lists."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ from dstill_jax.weights.safetensors_io import (
 CONFIG_FILE = "config.json"
 PROVENANCE_FILE = "dstill.json"  # beside the public layout, so that no other loader meets an unknown key
 
-Place = Callable[[tuple[str, ...], np.ndarray], Any]
 """Puts one finished host array where it will live, given its path in the parameter tree."""
 
 
@@ -266,10 +265,8 @@ def read_params(
     entries: list[TensorEntry],
     dtype: np.dtype,
     stacked: bool,
-    place: Place | None = None,
 ) -> Params:
-    """The parameter tree, filled tensor by tensor; `place` decides where each array goes (default: one device)."""
-    place = place or (lambda path, array: jax.device_put(array))
+    """The parameter tree, filled tensor by tensor, on one device."""
     groups: dict[tuple[str, ...], list[TensorEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.tree_path(stacked), []).append(entry)
@@ -281,7 +278,7 @@ def read_params(
                 array[entry.layer] = _read_cast(files, entry, dtype)
         else:
             array = _read_cast(files, group[0], dtype)
-        set_leaf(params, path, place(path, array))
+        set_leaf(params, path, jax.device_put(array))
     return params
 
 

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 EOS_TOKEN, PAD_TOKEN, MASK_TOKEN = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|mask|>")
 """Ids 0, 1, 2. The mask token is a spare row: never in the training text, there for a drafter's masked slots."""
 
-STEPS_PER_MINUTE = 300
-"""Training steps that fit a minute on two CPU cores; fixed, so that a length in minutes means the same everywhere."""
-
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The model continues text: a conversation is its contents, one after the other."""
 
@@ -95,11 +92,6 @@ class TinyConfig:
             eos_token_ids=(SPECIAL_TOKENS.index(EOS_TOKEN),),
             pad_token_id=SPECIAL_TOKENS.index(PAD_TOKEN),
         )
-
-
-def with_minutes(config: TinyConfig, minutes: float) -> TinyConfig:
-    """The same run, made to last about `minutes` on two CPU cores."""
-    return dataclasses.replace(config, steps=max(1, round(minutes * STEPS_PER_MINUTE)))
 
 
 def train_tiny(

@@ -10,7 +10,7 @@ import pytest
 from dstill_jax.errors import UserError
 from dstill_jax.weights import tiny, tiny_corpus
 from dstill_jax.weights.byte_bpe import train_tokenizer
-from dstill_jax.weights.tiny import TinyConfig, train_tiny, with_minutes
+from dstill_jax.weights.tiny import TinyConfig, train_tiny
 
 SMALL = TinyConfig(
     steps=30, rows_per_step=2, context=64, num_layers=1, hidden_size=64, intermediate_size=96, vocab_size=512,
@@ -168,7 +168,6 @@ def test_folder_works_in_transformers(folder: Path):
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
 
 
-def test_minutes_scale_the_steps():
-    assert with_minutes(SMALL, 2).steps == 2 * tiny.STEPS_PER_MINUTE
+def test_no_steps_are_refused():
     with pytest.raises(UserError, match=r"TinyConfig\.steps must be positive, got 0"):
         dataclasses.replace(SMALL, steps=0)
