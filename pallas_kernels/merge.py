@@ -1,4 +1,4 @@
-"""Joining partial attentions over disjoint sets of keys by their logsumexps. Every attention of this package uses it.
+"""Joining partial attentions over disjoint sets of keys by their logsumexps.
 
 A partial attention is a pair: `out`, softmax-weighted values over its own keys, and `lse`, the natural logsumexp of its
 scaled scores. A row that had no key has `lse = -inf`; whatever its `out` holds, NaN included, is not read.

@@ -226,6 +226,8 @@ class Program:
         if i.opcode == "fusion":
             return self._fusion_traffic(i, computation)
         shapes = i.shapes[-1:] if i.opcode.endswith("-start") else i.shapes
+        if i.opcode == "collective-permute-start":  # (source, destination, two numbers)
+            shapes = i.shapes[1:2]
         return _hbm(shapes) + _operand_bytes(i, computation, range(len(i.operands)))
 
     def _fusion_traffic(self, i: Instruction, computation: Computation) -> float:
@@ -260,7 +262,6 @@ class Program:
         if group <= 1 and kind != "collective-permute":
             return
         given = sum(s.size for name in i.operands if name in computation for s in computation[name].shapes)
-        made = sum(s.size for s in (i.shapes if not i.opcode.endswith("-start") else i.shapes[-1:]))
         share = (group - 1) / group if group > 1 else 1.0
         moved = {
             "all-gather": given * (group - 1),
@@ -268,7 +269,7 @@ class Program:
             "all-reduce": 2 * given * share,
             "all-to-all": given * share,
             "ragged-all-to-all": given * share,
-            "collective-permute": made or given,
+            "collective-permute": given,
         }[kind]
         before = total.collectives.get((kind, group, crosses), (0.0, 0.0))
         total.collectives[kind, group, crosses] = (before[0] + 1, before[1] + moved)

@@ -7,6 +7,7 @@ from pallas_kernels.block_sizes import LANES, check_multiple, check_vmem, round_
 from pallas_kernels.chips import Chip
 
 OP = "block_attention"
+_PART_READ_ONCE = 2048  # context keys of a part that a single query tile passes
 SUBLANES = 16  # rows of a packed bfloat16 register; float32 needs 8, a divisor
 
 
@@ -154,7 +155,12 @@ def heuristic(
         t = dataclasses.replace(t, keys_at_once=max(size, sizes.keys_at_once))  # which a longer part may reach
         spare = int(block_sizes.VMEM_SHARE * facts.vmem_bytes) - vmem_bytes(t, head_dim, itemsize, backward=backward)
         if spare >= 0:
-            parts = -(-context_length // (t.chunk + spare // per_key // t.keys * t.keys))
+            most = t.chunk + spare // per_key // t.keys * t.keys
+            if (
+                not backward and t.query_tiles == 1
+            ):  # nothing is read twice, and only the parts that a text reaches are read
+                most = min(most, _PART_READ_ONCE)
+            parts = -(-context_length // most)
             return dataclasses.replace(sizes, context=round_up(-(-context_length // parts), size))
     return sizes
 

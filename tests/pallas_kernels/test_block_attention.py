@@ -192,6 +192,13 @@ def test_default_sizes_fit_on_every_chip_and_leave_no_empty_part_of_the_context(
         assert (t.chunks - 1) * t.chunk < S <= t.chunks * t.chunk
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_drafting_takes_a_long_cache_in_parts(chip: str) -> None:
+    """One block passes each part once, so a short text in a long cache need not read more than the first of them."""
+    shape = {"anchors": 1, "group_rows": 64, "block_size": 16, "context_length": 32768}
+    assert choose(None, chip, **shape, head_dim=128, itemsize=2, backward=False).chunk <= 4096
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_random_anchors_visit_few_tiles_that_no_row_needs(packed: bool) -> None:
     A, K, S = 512, 16, 3072

@@ -166,6 +166,23 @@ def test_a_gather_in_pieces_counts_once() -> None:
     assert found.hbm_bytes == whole + 3 * share  # written once; the share is read, handed on and read
 
 
+def test_a_permutation_that_runs_beside_others_moves_its_array() -> None:
+    """What starts it gives (source, destination, and two numbers of the transfer)."""
+    one = "f32[8,128]{1,0}"
+    text = f"""HloModule m, num_partitions=2
+
+ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
+  %a = {one} parameter(0)
+  %s = ({one}, {one}, u32[], u32[]) collective-permute-start(%a), source_target_pairs={{{{0,1}},{{1,0}}}}
+  ROOT %d = {one} collective-permute-done(%s)
+}}
+"""
+    found = Program(text).count()
+    (moved,) = found.by_kind()
+    assert (moved.kind, moved.times, moved.bytes) == ("collective-permute", 1, 8 * 128 * 4)
+    assert found.hbm_bytes == 2 * 8 * 128 * 4
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
