@@ -40,9 +40,8 @@ class PrepareConfig:
     tap_ids: tuple[int, ...] = ()  # target layers to store
 
     def __post_init__(self) -> None:
-        from dstill_jax.decoding.sampling import (
-            SamplingConfig,
-        )  # imports JAX, which a worker does after taking its cores
+        # Imports JAX, which a worker does after it has taken its cores.
+        from dstill_jax.decoding.sampling import SamplingConfig
 
         for name in ("target", "out"):
             object.__setattr__(self, name, in_home(getattr(self, name)))
