@@ -225,9 +225,10 @@ class Program:
             return _hbm(i.shapes[:1]) + _operand_bytes(i, computation, [0])
         if i.opcode == "fusion":
             return self._fusion_traffic(i, computation)
-        shapes = i.shapes[-1:] if i.opcode.endswith("-start") else i.shapes
-        if i.opcode == "collective-permute-start":  # (source, destination, two numbers)
-            shapes = i.shapes[1:2]
+        n = len(
+            i.operands
+        )  # what starts an operation may give (operands, results, numbers of the transfer), or results alone
+        shapes = i.shapes[n : 2 * n] or i.shapes if i.opcode.endswith("-start") else i.shapes
         return _hbm(shapes) + _operand_bytes(i, computation, range(len(i.operands)))
 
     def _fusion_traffic(self, i: Instruction, computation: Computation) -> float:
