@@ -78,11 +78,8 @@ def _remember(
         c = drafter_lib.project_context(spec.drafter, weights.drafter, taps)
         new = drafter_lib.context_kv(spec.drafter, weights.drafter, c, positions)
         context = tuple(
-            (
-                k.at[batch, :, :, positions].set(fresh_k.transpose(0, 3, 1, 2).astype(k.dtype), mode="drop"),
-                v.at[batch, :, positions].set(fresh_v.swapaxes(1, 2).astype(v.dtype), mode="drop"),
-            )
-            for (k, v), (fresh_k, fresh_v) in zip(state.context, new, strict=True)
+            kv_cache.write_slots(old, (k.transpose(0, 3, 1, 2), v.swapaxes(1, 2)), positions[:, 0])
+            for old, (k, v) in zip(state.context, new, strict=True)
         )
     features = state.features
     if features is not None:

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dstill_jax.config import RopeConfig
 from dstill_jax.models.kv_cache import KVCache
-from dstill_jax.sharding.activations import active_mesh, local_shards
-from pallas_kernels.dispatch import resolve
+from dstill_jax.sharding.activations import active_mesh, local_shards, on_tpu
 from pallas_kernels.tree_attention import tree_attention
 
 _MASKED = -1e30  # finite, so that a row with nothing to attend stays finite
@@ -71,7 +70,7 @@ def tree_kernel_runs() -> bool:
     Where XLA runs, new rows that are a chain are cheaper to append first and to read with the cache in one product: on
     two CPU cores rounds of SmolLM2 took 10 % more processor time with one row apart, and 6 % with eight.
     """
-    return resolve("auto", None)[0] == "pallas"
+    return on_tpu()
 
 
 def tree_attention_over_cache(

@@ -6,8 +6,11 @@ masks decide what is visible, so stale slots past a row's length are harmless an
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from dstill_jax.sharding.activations import active_mesh, local_shards, on_tpu
 
 
 class KVCache(NamedTuple):
@@ -65,7 +68,7 @@ def write_layer(
     """
     which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
     old_k, old_v = cache.keys[which], cache.values[which]
-    keys, values = _scatter((old_k, old_v), (k, v), inner, start)
+    keys, values = write_slots((old_k, old_v), (k, v), start, inner)
 
     def put(arrays: tuple[Array, ...], updated: Array) -> tuple[Array, ...]:
         return (*arrays[:which], updated, *arrays[which + 1 :])
@@ -87,24 +90,58 @@ def append_rows(cache: KVCache, new: NewRows, rows: Int[Array, "B R"], start: In
 
     def put(old_k: Array, old_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
         picked = (jnp.take_along_axis(x, rows[None, :, :, None, None], axis=2) for x in (k, v))
-        return _scatter((old_k, old_v), tuple(jnp.moveaxis(x, 0, 2) for x in picked), slice(None), start)
+        return write_slots((old_k, old_v), tuple(jnp.moveaxis(x, 0, 2) for x in picked), start, slice(None))
 
     return KVCache(*zip(*map(put, cache.keys, cache.values, new.keys, new.values), strict=True))
 
 
-def _scatter(
-    old: tuple[Float[Array, "L B G E C"], Float[Array, "L B G C E"]],
+def write_slots(
+    old: tuple[Float[Array, "*L B G E C"], Float[Array, "*L B G C E"]],
     new: tuple[Float[Array, "B N *L G E"], ...],
-    layers: int | Int[Array, ""] | slice,
     start: Int[Array, "B"],
+    layers: int | Int[Array, ""] | slice | None = None,
 ) -> tuple[Array, Array]:
-    """Keys and values with N rows of one layer, or of all, replaced from slot `start` on."""
+    """Keys and values with N rows replaced from slot `start` on: of one layer, of all, or (None) of arrays of one.
+
+    Slots past the capacity are dropped, but for TPUs, where rows must fit.
+    """
     k, v = (x.astype(o.dtype) for x, o in zip(new, old, strict=True))
+    if on_tpu():
+        return _write_row_by_row(old, (k, v), start, layers)
     if k.shape[:2] == (1, 1):
         # XLA turns the scatter of a single row into a write that it merges with the reads that follow, and then copies
         # the cache in every step to keep both. Two rows stay a scatter, in place; nothing admits the second one.
         k, v = (jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))) for x in (k, v))
     batch, slots = jnp.arange(k.shape[0])[:, None], start[:, None] + jnp.arange(k.shape[1])
     # Advanced indices apart from each other put [B, N] first: the new rows need no transpose.
-    keys = old[0].at[layers, batch, :, :, slots].set(k, mode="drop")
-    return keys, old[1].at[layers, batch, :, slots].set(v, mode="drop")
+    first = (batch,) if layers is None else (layers, batch)
+    keys = old[0].at[*first, :, :, slots].set(k, mode="drop")
+    return keys, old[1].at[*first, :, slots].set(v, mode="drop")
+
+
+def _write_row_by_row(
+    old: tuple[Array, Array], new: tuple[Array, Array], start: Int[Array, "B"], layers: int | Array | slice | None
+) -> tuple[Array, Array]:
+    """A scatter would have its slots outermost on TPUs, and the kernels theirs innermost: the whole cache was copied from
+    one layout to the other and back in every round."""
+    if layers is None:
+        return tuple(x[0] for x in _write_row_by_row((old[0][None], old[1][None]), new, start, 0))  # type: ignore[return-value]
+    every = isinstance(layers, slice)
+    k, v = (x if every else x[:, :, None] for x in new)
+    fresh = k.transpose(2, 0, 3, 4, 1), v.transpose(2, 0, 3, 1, 4)
+
+    def local(keys: Array, values: Array, k: Array, v: Array, layer: Array, start: Array) -> tuple[Array, Array]:
+        def put(carry: tuple[Array, Array], row: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:
+            keys, values = carry
+            number, first, k, v = row
+            keys = jax.lax.dynamic_update_slice(keys, k[:, None], (layer, number, 0, 0, first))
+            return (keys, jax.lax.dynamic_update_slice(values, v[:, None], (layer, number, 0, first, 0))), None
+
+        rows = jnp.arange(keys.shape[1]), start, jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0)
+        return jax.lax.scan(put, (keys, values), rows)[0]
+
+    arguments = (*old, *fresh, jnp.int32(0 if every else layers), start)
+    if active_mesh() is None:
+        return local(*arguments)
+    cache = (None, "batch", "kv_heads", None, None)
+    return local_shards(local, (cache,) * 4 + ((), ("batch",)), (cache, cache))(*arguments)

@@ -18,6 +18,7 @@ _FREE = frozenset(
     " opt-barrier add-dependency domain get-dimension-size async-start async-update async-done copy-done"
     " send send-done recv recv-done".split()
 )
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds what is written over the first one
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Program:
                 if nested.opcode.removesuffix("-start") in _COLLECTIVES:
                     self._add_fused_collective(total, nested, inner, i, seen)
         elif i.opcode == "custom-call":
-            self._add_custom_call(total, i)
+            self._add_kernel_flops(total, i)
         if i.opcode not in _FREE and not i.opcode.endswith("-done"):
             total.hbm_bytes += self._traffic(i, computation)
 
@@ -118,15 +119,14 @@ class Program:
         nested = (i.attribute("calls") for i in inner.values() if i.opcode == "fusion")
         return total + sum(self._fused_flops(n) for n in nested if n)
 
-    def _add_custom_call(self, total: Counts, i: Instruction) -> None:
-        target = i.quoted("custom_call_target") or "?"
-        if "tpu_custom_call" not in target:
+    def _add_kernel_flops(self, total: Counts, i: Instruction) -> None:
+        if not _is_kernel(i):
             return
-        flops = re.search(r'"?flops"?:\s*"?(\d+)', i.rest)
-        if flops:
-            total.flops += float(flops.group(1))
-        else:
+        flops = _stated(i, "flops")
+        if flops is None:
             total.notes.add(f"kernel {i.name} states no cost: its products are not counted")
+        else:
+            total.flops += flops
 
     def _branches(self, i: Instruction) -> list[str]:
         listed = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
@@ -223,11 +223,16 @@ class Program:
             return 2 * _operand_bytes(i, computation, [1])
         if i.opcode == "copy-start":  # (destination, source, context)
             return _hbm(i.shapes[:1]) + _operand_bytes(i, computation, [0])
+        if i.opcode == "scatter":  # in place: (array, places, updates)
+            return 2 * _operand_bytes(i, computation, [2]) + _operand_bytes(i, computation, [1])
         if i.opcode == "fusion":
             return self._fusion_traffic(i, computation)
-        n = len(
-            i.operands
-        )  # what starts an operation may give (operands, results, numbers of the transfer), or results alone
+        if _is_kernel(i) and (stated := _stated(i, "bytes_accessed")) is not None:
+            # It may be given a whole cache and read a layer of it. What lies in VMEM was brought there by others.
+            near = [s for name in i.operands for s in computation[name].shapes if not s.in_hbm]
+            return max(0.0, stated - sum(s.size for s in (*near, *i.shapes) if not s.in_hbm))
+        # What starts an operation may give (operands, results, numbers of the transfer), or results alone.
+        n = len(i.operands)
         shapes = i.shapes[n : 2 * n] or i.shapes if i.opcode.endswith("-start") else i.shapes
         return _hbm(shapes) + _operand_bytes(i, computation, range(len(i.operands)))
 
@@ -249,9 +254,9 @@ class Program:
             using = users.get(nested.name, [])
             if using and all(u.opcode in ("dynamic-slice", "gather") for u in using):
                 total += sum(sum(s.size for s in u.shapes) for u in using)
-            elif using and all(u.opcode == "dynamic-update-slice" and u.operands[0] == nested.name for u in using):
+            elif using and all(u.opcode in _IN_PLACE and u.operands[0] == nested.name for u in using):
                 for u in using:
-                    update = inner[u.operands[1]]
+                    update = inner[u.operands[_IN_PLACE[u.opcode]]]
                     total += sum(s.size for s in update.shapes)
                     in_place += sum(s.size for s in u.shapes) - sum(s.size for s in update.shapes)
             else:
@@ -316,6 +321,16 @@ def _outer(inner: Computation, name: str, fusion: Instruction) -> str:
 
 def _constant(i: Instruction) -> float | None:
     found = re.match(r"\s*(-?\d+)\)?", i.rest)
+    return float(found.group(1)) if found else None
+
+
+def _is_kernel(i: Instruction) -> bool:
+    return i.opcode == "custom-call" and "tpu_custom_call" in (i.quoted("custom_call_target") or "")
+
+
+def _stated(i: Instruction, what: str) -> float | None:
+    """From the cost estimate of a kernel."""
+    found = re.search(rf'"?{what}"?:\s*"?(\d+)', i.rest)
     return float(found.group(1)) if found else None
 
 

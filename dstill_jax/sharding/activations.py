@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from dstill_jax.sharding.rules import Logical, to_spec
+from pallas_kernels.chips import is_tpu
+from pallas_kernels.dispatch import default_device_kind
 
 
 class ActiveMesh(NamedTuple):
@@ -36,6 +38,12 @@ def use_mesh(mesh: Mesh | None, *, split_rows: bool = False) -> Iterator[None]:
 def active_mesh() -> ActiveMesh | None:
     """The mesh in use, or None on one device."""
     return _active.get()
+
+
+def on_tpu() -> bool:
+    """Whether what is traced is for TPUs: the devices of the mesh in use, attached or not, or the default one."""
+    active = _active.get()
+    return is_tpu(default_device_kind() if active is None else active.mesh.devices.flat[0].device_kind)
 
 
 def constrain(x: Array, *logical: str | None) -> Array:

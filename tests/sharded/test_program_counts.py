@@ -13,6 +13,8 @@ from dstill_jax.planning.hlo import replica_groups, shapes_of
 from pallas_kernels import testing
 from pallas_kernels.block_attention import context_attention, cost
 
+pytestmark = pytest.mark.usefixtures("full_compilation")
+
 
 def count(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
@@ -181,6 +183,46 @@ ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
     (moved,) = found.by_kind()
     assert (moved.kind, moved.times, moved.bytes) == ("collective-permute", 1, 8 * 128 * 4)
     assert found.hbm_bytes == 2 * 8 * 128 * 4
+
+
+def test_what_is_written_over_a_part_of_an_array_moves_that_part() -> None:
+    """Alone and in a fusion; the array may be a whole cache."""
+    whole, part, places = "f32[1000,128]{1,0}", "f32[3,128]{1,0}", "s32[3,1]{1,0}"
+    scatter = "update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1"
+    text = f"""HloModule m
+
+%fused (p: f32[1000,128], q: s32[3,1], r: f32[3,128]) -> f32[1000,128] {{
+  %p = {whole} parameter(0)
+  %q = {places} parameter(1)
+  %r = {part} parameter(2)
+  ROOT %s = {whole} scatter(%p, %q, %r), {scatter}, to_apply=%add
+}}
+
+ENTRY %main (a: f32[1000,128], b: s32[3,1], c: f32[3,128]) -> f32[1000,128] {{
+  %a = {whole} parameter(0)
+  %b = {places} parameter(1)
+  %c = {part} parameter(2)
+  %d = {whole} scatter(%a, %b, %c), {scatter}, to_apply=%add
+  ROOT %e = {whole} fusion(%d, %b, %c), kind=kLoop, calls=%fused
+}}
+"""
+    update, index = 3 * 128 * 4, 3 * 4
+    assert Program(text).count().hbm_bytes == (2 * update + index) + (3 * update + index)  # fused, it is read apart
+
+
+def test_a_kernel_moves_what_it_states_less_what_lies_in_vmem() -> None:
+    cache, query = "bf16[24,2,2048,128]{3,2,1,0}", "bf16[8,2,32,128]{3,2,1,0:T(8,128)(2,1)S(1)}"
+    text = f"""HloModule m
+
+ENTRY %main (a: bf16[24,2,2048,128], b: bf16[8,2,32,128]) -> bf16[8,2,32,128] {{
+  %a = {cache} parameter(0)
+  %b = {query} parameter(1)
+  ROOT %k = {query} custom-call(%b, %a), custom_call_target="tpu_custom_call",
+ backend_config={{"cost_estimate":{{"flops":"7","bytes_accessed":"9000000"}}}}
+}}
+""".replace(",\n backend", ", backend")
+    found = Program(text).count()
+    assert (found.flops, found.hbm_bytes) == (7, 9_000_000 - 2 * 8 * 2 * 32 * 128 * 2)
 
 
 @pytest.mark.parametrize(
