@@ -1,6 +1,9 @@
 """Tiny targets and drafters for the tests: random ones, and ones whose behaviour is known in closed form."""
 
+import atexit
 import functools
+import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from dstill_jax.models import drafter as drafter_lib
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.drafter import Drafter
 from dstill_jax.models.target import Target
+from dstill_jax.weights.load import save_target
 
 
 def target_config(**changes) -> TargetConfig:
@@ -78,6 +82,16 @@ def _empty(init, config) -> dict:
 def random_target(seed: int = 0, **changes) -> Target:
     config = target_config(**changes)
     return Target(config, spread(_empty(target_lib.init_params, config), seed), "memory", f"random-{seed}")
+
+
+@functools.cache
+def stored_target() -> str:
+    """Folder of a random target of 5 layers: as few as let two taps be spread."""
+    folder = tempfile.mkdtemp(prefix="dstill-target-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    target = random_target(vocab_size=211, hidden_size=32, intermediate_size=48, num_layers=5)
+    save_target(folder, target.config, target.params)
+    return folder
 
 
 def random_drafter(target: Target, seed: int = 1, **changes) -> Drafter:

@@ -237,31 +237,40 @@ class Program:
         return _hbm(shapes) + _operand_bytes(i, computation, range(len(i.operands)))
 
     def _fusion_traffic(self, i: Instruction, computation: Computation) -> float:
-        """A fusion reads what it uses: of an operand that it only slices, the slices."""
-        inner = self.computations[i.attribute("calls") or ""]
-        users: dict[str, list[Instruction]] = {}
-        for nested in inner.values():
-            for name in nested.operands:
-                users.setdefault(name, []).append(nested)
-        total, in_place = 0.0, 0.0
-        for nested in inner.values():
-            if nested.opcode != "parameter":
-                continue
-            number = int(re.match(r"\s*(\d+)", nested.rest).group(1))  # type: ignore[union-attr]
-            outer = computation.get(i.operands[number]) if number < len(i.operands) else None
-            if outer is None or not _is_in_hbm(outer):
-                continue
-            using = users.get(nested.name, [])
-            if using and all(u.opcode in ("dynamic-slice", "gather") for u in using):
-                total += sum(sum(s.size for s in u.shapes) for u in using)
-            elif using and all(u.opcode in _IN_PLACE and u.operands[0] == nested.name for u in using):
-                for u in using:
-                    update = inner[u.operands[_IN_PLACE[u.opcode]]]
-                    total += sum(s.size for s in update.shapes)
-                    in_place += sum(s.size for s in u.shapes) - sum(s.size for s in update.shapes)
-            else:
-                total += sum(s.size for s in nested.shapes)
-        return total + max(0.0, _hbm(i.shapes) - in_place)
+        """A fusion reads what it uses: of an operand that it only slices, or writes a part of, that part."""
+        total, kept = 0.0, 0.0
+        for number, name in enumerate(i.operands):
+            if name in computation and _is_in_hbm(computation[name]):
+                used = self._used(i.attribute("calls") or "", number)
+                total, kept = total + used[0], kept + used[1]
+        return total + max(0.0, _hbm(i.shapes) - kept)
+
+    @functools.cache  # noqa: B019
+    def _used(self, fused: str, number: int) -> tuple[float, float]:
+        """Bytes that a fused computation reads of a parameter, and those of its results that stay what they were there."""
+        inner = self.computations[fused]
+        found = next(x for x in inner.values() if x.opcode == "parameter" and _parameter_number(x) == number)
+        whole = sum(s.size for s in found.shapes)
+        read, kept, names = 0.0, 0.0, [found.name]
+        while names:  # the parameter, and what is the same array under another shape
+            name = names.pop()
+            using = [u for u in inner.values() if name in u.operands]
+            if not using:
+                return whole, 0.0
+            for u in using:
+                if u.opcode == "bitcast":
+                    names.append(u.name)
+                elif u.opcode == "fusion":
+                    of_u = [self._used(u.attribute("calls") or "", n) for n, x in enumerate(u.operands) if x == name]
+                    read, kept = read + sum(r for r, _ in of_u), kept + sum(k for _, k in of_u)
+                elif u.opcode in ("slice", "dynamic-slice", "gather") and u.operands[0] == name:
+                    read += sum(s.size for s in u.shapes)
+                elif u.opcode in _IN_PLACE and u.operands[0] == name:
+                    part = sum(s.size for s in inner[u.operands[_IN_PLACE[u.opcode]]].shapes)
+                    read, kept = read + part, kept + sum(s.size for s in u.shapes) - part
+                else:
+                    return whole, 0.0
+        return min(read, whole), kept
 
     def _add_collective(self, total: Counts, i: Instruction, kind: str, computation: Computation) -> None:
         group, crosses = self._groups(i.rest)
@@ -315,8 +324,12 @@ class Program:
 def _outer(inner: Computation, name: str, fusion: Instruction) -> str:
     i = inner[name]
     if i.opcode == "parameter":
-        return fusion.operands[int(re.match(r"\s*(\d+)", i.rest).group(1))]  # type: ignore[union-attr]
+        return fusion.operands[_parameter_number(i)]
     return name
+
+
+def _parameter_number(i: Instruction) -> int:
+    return int(re.match(r"\s*(\d+)", i.rest).group(1))  # type: ignore[union-attr]
 
 
 def _constant(i: Instruction) -> float | None:

@@ -1,19 +1,16 @@
 """Memory of the compiled decode loop: caches are updated in place, and logits exist of few rows at a time."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import random_drafter, random_target
+from tiny_models import random_drafter, random_target, stored_target
 
 from dstill_jax.decoding import rounds
 from dstill_jax.decoding.rounds import decode_rounds
 from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session
-from dstill_jax.weights.load import load_drafter, load_target
-
-CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
+from dstill_jax.weights.load import load_target
 
 
 @pytest.mark.parametrize(
@@ -28,10 +25,10 @@ CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
     ],
 )
 def test_no_cache_is_copied_in_the_loop(method: str, batch_size: int, scan_layers: bool) -> None:
-    target = load_target(CASE / "target", scan_layers=scan_layers)
+    target = load_target(stored_target(), scan_layers=scan_layers)
     session = Session(
         target,
-        drafter=load_drafter(CASE / "draft", target),
+        drafter=random_drafter(target),
         method=method,
         batch_size=batch_size,
         max_prompt_tokens=50,

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny_models import stored_target
 
 from dstill_jax.blocks import ViewMix
 from dstill_jax.data.dataset import Conversation, write_dataset
@@ -25,7 +26,7 @@ from dstill_jax.runs import RunConfig, refreshed_runs, run_stage
 from dstill_jax.training import OptimizerConfig, TrainConfig, latest_step, load_params, read_jsonl
 from dstill_jax.weights.load import load_drafter, load_target, save_drafter
 
-TARGET = str(Path(__file__).parents[1] / "reference" / "qwen3_tiny" / "target")
+TARGET = stored_target()
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -54,7 +55,7 @@ def stage_one(data: str, out: Path, steps: int = 12) -> RunConfig:
         optimizer=OptimizerConfig(learning_rate=5e-3, ema_decay=0.5),
         train=TrainConfig(total_steps=steps, save_every=4, progress=False, keep_best=("train/loss", "max")),
         batches=PipelineConfig(seq_len=64, batch_size=2, mode="pack"),
-        new=DrafterShape(mask_token_id=208, num_layers=2, block_size=4, num_taps=2, init_from_layers=(5, 7)),
+        new=DrafterShape(mask_token_id=208, num_layers=2, block_size=4, num_taps=2, init_from_layers=(0, 2)),
         anchors_per_row=6,
         compute_dtype="float32",
     )

@@ -1,27 +1,25 @@
 """`measure` on a tiny target: what is timed alone and what is decoded in batches."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from tiny_models import random_drafter, random_target
 
 from dstill_jax.decoding.generate import generate
 from dstill_jax.errors import UserError
 from dstill_jax.evaluation.measure import Arm, EvaluationConfig, device_name, measure
-from dstill_jax.weights.load import load_drafter, load_target
 
-CASE = Path(__file__).parents[1] / "reference" / "qwen3_tiny"
 PROMPTS = [[5, 9, 7], [11, 12, 13, 14, 15], [3, 30]]
 
 
 @pytest.fixture(scope="module")
 def arms():
-    target = load_target(CASE / "target")
-    drafter = load_drafter(CASE / "draft", target)
+    target = random_target()
+    drafter = random_drafter(target)
     return target, [
         Arm("plain", "autoregressive"),
-        Arm("drafted", "dflash", drafter, "golden", {"draft_tokens": 3}, training_steps=7),
+        Arm("drafted", "dflash", drafter, "random", {"draft_tokens": 3}, training_steps=7),
     ]
 
 

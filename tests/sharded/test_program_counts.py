@@ -13,8 +13,6 @@ from dstill_jax.planning.hlo import replica_groups, shapes_of
 from pallas_kernels import testing
 from pallas_kernels.block_attention import context_attention, cost
 
-pytestmark = pytest.mark.usefixtures("full_compilation")
-
 
 def count(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
@@ -208,6 +206,40 @@ ENTRY %main (a: f32[1000,128], b: s32[3,1], c: f32[3,128]) -> f32[1000,128] {{
 """
     update, index = 3 * 128 * 4, 3 * 4
     assert Program(text).count().hbm_bytes == (2 * update + index) + (3 * update + index)  # fused, it is read apart
+
+
+def test_a_layer_sliced_inside_a_fusion_of_a_fusion_is_what_is_read() -> None:
+    """As the TPU compiler writes a product with one layer of stacked weights; a bitcast lies between."""
+    stack, layer, x = "f32[36,8,128]{2,1,0}", "f32[1,8,128]{2,1,0}", "f32[4,8]{1,0}"
+    text = f"""HloModule m
+
+%slice (p: f32[36,8,128], n: s32[]) -> f32[8,128] {{
+  %p = {stack} parameter(0)
+  %same = {stack} bitcast(%p)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = {layer} dynamic-slice(%same, %n, %zero, %zero), dynamic_slice_sizes={{1,8,128}}
+  ROOT %flat = f32[8,128]{{1,0}} bitcast(%one)
+}}
+
+%product (q: f32[36,8,128], m: s32[], x: f32[4,8]) -> f32[4,128] {{
+  %q = {stack} parameter(0)
+  %m = s32[] parameter(1)
+  %x = {x} parameter(2)
+  %w = f32[8,128]{{1,0}} fusion(%q, %m), kind=kLoop, calls=%slice
+  ROOT %y = f32[4,128]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (a: f32[36,8,128], b: s32[], c: f32[4,8]) -> f32[4,128] {{
+  %a = {stack} parameter(0)
+  %b = s32[] parameter(1)
+  %c = {x} parameter(2)
+  ROOT %d = f32[4,128]{{1,0}} fusion(%a, %b, %c), kind=kOutput, calls=%product
+}}
+"""
+    found = Program(text).count()
+    assert found.flops == 2 * 4 * 8 * 128
+    assert found.hbm_bytes == 4 * (8 * 128 + 1 + 4 * 8 + 4 * 128)
 
 
 def test_a_kernel_moves_what_it_states_less_what_lies_in_vmem() -> None:

@@ -26,8 +26,6 @@ from dstill_jax.planning.targets import KNOWN
 from dstill_jax.sharding import MeshConfig
 from dstill_jax.weights.load import save_target
 
-pytestmark = pytest.mark.usefixtures("full_compilation")
-
 
 @pytest.mark.parametrize(
     ("name", "topology", "devices"),
