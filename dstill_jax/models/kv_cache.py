@@ -64,7 +64,7 @@ def write_layer(
 ) -> tuple[KVCache, Float[Array, "B G E C"], Float[Array, "B G C E"]]:
     """Writes N new rows at slots start .. start + N - 1 of one layer; returns the cache and that layer's keys, values.
 
-    Slots past the capacity are dropped. `layer` is a Python int for unrolled layers, traced for scanned ones.
+    The rows must fit (`write_slots`). `layer` is a Python int for unrolled layers, traced for scanned ones.
     """
     which, inner = (0, layer) if len(cache.keys) == 1 else (layer, 0)
     old_k, old_v = cache.keys[which], cache.values[which]
@@ -85,7 +85,7 @@ def chain_mask(start: Int[Array, "B"], num_new: int, capacity: int) -> Bool[Arra
 def append_rows(cache: KVCache, new: NewRows, rows: Int[Array, "B R"], start: Int[Array, "B"]) -> KVCache:
     """Writes R of the new rows, in the order of `rows`, at slots start .. start + R - 1 of every layer.
 
-    Slots past the capacity are dropped.
+    They must fit (`write_slots`).
     """
 
     def put(old_k: Array, old_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -103,7 +103,8 @@ def write_slots(
 ) -> tuple[Array, Array]:
     """Keys and values with N rows replaced from slot `start` on: of one layer, of all, or (None) of arrays of one.
 
-    Slots past the capacity are dropped, but for TPUs, where rows must fit.
+    The rows must fit, start + N <= C: on TPUs a row that does not would be moved over what lies before it, elsewhere its
+    slots past the capacity are dropped. Sessions have that much room (`Session.capacity`).
     """
     k, v = (x.astype(o.dtype) for x, o in zip(new, old, strict=True))
     if on_tpu():

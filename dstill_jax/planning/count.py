@@ -229,8 +229,8 @@ class Program:
             return self._fusion_traffic(i, computation)
         if _is_kernel(i) and (stated := _stated(i, "bytes_accessed")) is not None:
             # It may be given a whole cache and read a layer of it. What lies in VMEM was brought there by others.
-            near = [s for name in i.operands for s in computation[name].shapes if not s.in_hbm]
-            return max(0.0, stated - sum(s.size for s in (*near, *i.shapes) if not s.in_hbm))
+            given = [s for name in i.operands for s in computation[name].shapes]
+            return max(0.0, stated - sum(s.size for s in (*given, *i.shapes) if not s.in_hbm))
         # What starts an operation may give (operands, results, numbers of the transfer), or results alone.
         n = len(i.operands)
         shapes = i.shapes[n : 2 * n] or i.shapes if i.opcode.endswith("-start") else i.shapes

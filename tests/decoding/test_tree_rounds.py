@@ -15,6 +15,7 @@ from dstill_jax.decoding.sampling import SamplingConfig
 from dstill_jax.decoding.session import Request, Session
 from dstill_jax.decoding.trees import build_tree
 from dstill_jax.models import drafter as drafter_lib
+from dstill_jax.models import kv_cache
 from dstill_jax.models import target as target_lib
 from dstill_jax.models.target import Target
 
@@ -94,6 +95,7 @@ def test_a_chain_beside_the_cache_is_the_chain_in_it(target, drafter, monkeypatc
     session = Session(target, drafter=drafter, method=method, sampling=sampling, **{**SHAPE, "batch_size": batch})
     usual = finished(session, requests)
     monkeypatch.setattr(rounds, "tree_kernel_runs", lambda: True)
+    monkeypatch.setattr(kv_cache, "on_tpu", lambda: True)
     decode_apart = jax.jit(lambda *args: rounds.decode_rounds.__wrapped__(session.spec, *args))
     state = session.start(session.idle(), list(range(batch)), requests, batch)
     apart = decode_apart(session.weights, state, np.int32(NEW))

@@ -66,6 +66,10 @@ def test_a_head_shared_by_devices_gives_the_losses_of_a_whole_one(mesh: dict) ->
     assert all(gap < 5e-6 for gap in gaps.values()), gaps
 
 
+def test_a_cache_shared_by_devices_gets_the_rows_of_a_whole_one() -> None:
+    assert call("cache_case", "gap") == 0
+
+
 def test_the_head_loss_on_shares_is_that_of_the_whole_head_with_weights_and_all_gradients() -> None:
     gaps = call("head_case", "op_on_shares")
     assert len(gaps) == 3 and all(gap < 2e-6 for gap in gaps.values()), gaps
