@@ -1,16 +1,18 @@
 """SmolLM2-135M-Instruct with ten times the data and steps of the demo: every arm and control, then real decoding.
 
     python experiments/004_smollm2_at_scale/run.py                 (everything; about a day on two CPU cores)
-    python experiments/004_smollm2_at_scale/run.py --until a1     (up to an arm)
+    python experiments/004_smollm2_at_scale/run.py --arms a1      (the arms named, after those they start from)
 
-Whatever was stopped goes on where it was. Training prompts are those rows of GSM8K's test file that are not held out,
-twice more the same with other numbers, and six times spliced from halves of two; HumanEval and AIME are never trained on.
+Whatever was stopped goes on where it was; two calls with other arms can run side by side. Training prompts are those rows
+of GSM8K's test file that are not held out, twice more the same with other numbers, and six times spliced from halves of
+two; HumanEval and AIME are never trained on.
 """
 
 import argparse
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,11 @@ PLAIN, VIEWS, DISTIL = 10_000, 1500, 1500
 DECODED, TIMED = 96, 20  # new tokens of a held-out prompt; prompts decoded alone, for the speeds
 PROMPTS = {"gsm8k": 60, "humaneval": 30, "aime": 30}  # held-out ones of each set
 CONTROLS = ("a1", "a1c", "auf", "a1_compute", "auf_compute")
-BEST = "auf"  # the drafter that is decoded in every way
+BEST = "auf_compute"  # the drafter that is decoded in every way
 FEW = (
     "autoregressive",
     "lookup, 7 drafted",
-    *(f"{n}, 7 drafted" for n in ("a1", "auf", "dstill")),
+    *(f"{n}, 7 drafted" for n in ("a1", "auf", "dstill", BEST)),
     f"{BEST}, tree of 64",
 )
 STEP_COST = 1.9  # time of a stage-2 step over that of a plain one, in the demo
@@ -138,9 +140,10 @@ def answers(root: Path, source: str, workers: int) -> tuple[str, ...]:
     return tuple(str(root / name) for name in sets)
 
 
-def train_all(root: Path, source: str, data: tuple[str, ...], target: Target, last: str) -> None:
-    """The arms in order, up to `last`."""
-    for name, stage in stages().items():
+def train_all(root: Path, source: str, data: tuple[str, ...], target: Target, names: Sequence[str]) -> None:
+    """The arms of these names, in order; those they start from must be there or among them."""
+    for name in names:
+        stage = stages()[name]
         config = RunConfig(
             target=source,
             data=data,
@@ -157,8 +160,6 @@ def train_all(root: Path, source: str, data: tuple[str, ...], target: Target, la
         )
         print(f"{name}: {stage.steps} steps", flush=True)
         run_stage(config, target=target, report=print)
-        if name == last:
-            return
 
 
 def measure_all(root: Path, target: Target) -> dict[str, Any]:
@@ -240,7 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path("runs/004"), help="folder of data, runs and measurements")
     parser.add_argument("--workers", type=int, default=2, help="processes that generate the answers")
-    parser.add_argument("--until", choices=tuple(stages()), default=tuple(stages())[-1], help="train up to this arm")
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(stages()), default=tuple(stages()), help="train these, in order"
+    )
     parser.add_argument("--train-only", action="store_true", help="decode nothing")
     args = parser.parse_args()
     keep_freed_memory()
@@ -248,7 +251,7 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     data = answers(root, source, args.workers)
     target = load_target(source)
-    train_all(root, source, data, target, args.until)
+    train_all(root, source, data, target, args.arms)
     if not args.train_only:
         results = measure_all(root, target)
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """Block attention: the reference against enumeration, XLA and the simulated Pallas kernels against the reference."""
 
+import functools
 import itertools
 
 import jax
@@ -167,17 +168,24 @@ def test_scores_far_out_of_reach_of_the_fixed_number_take_the_online_path(simula
     assert_close(*as_numpy, 2e-3)
 
 
-def test_context_alone_gives_output_and_logsumexp() -> None:
+def test_context_alone_gives_output_and_logsumexp_and_the_gradients_of_both() -> None:
     shape = Shape(A=3, E=64, S=130)
-    q, ck, cv, *_ = arrays(shape)
+    q, ck, cv, _, _, cotangent = arrays(shape)
     anchors = jnp.asarray([[0, 77, 130]])
-    for implementation, interpret in (("xla", False), ("pallas", LATE)):
-        attend = no_race()(context_attention) if implementation == "pallas" else context_attention
-        out, lse = attend(q, ck, cv, anchors, implementation=implementation, interpret=interpret, block_sizes=SMALL)
-        wanted, wanted_lse = context_attention(q, ck, cv, anchors, implementation="reference")
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=F32)
-        np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=F32)
-        assert np.isneginf(np.asarray(lse)[0, 0]).all() and (np.asarray(out)[0, 0] == 0).all()
+    of_lse = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape[:-1]), jnp.float32)
+
+    def both(implementation: str, **options: object) -> dict[str, np.ndarray]:
+        attend = functools.partial(context_attention, implementation=implementation, **options)
+        results, pull = jax.vjp(lambda *x: attend(*x, anchors), q, ck, cv)
+        return {n: np.asarray(x) for n, x in zip(names, (*results, *pull((cotangent, of_lse))), strict=True)}
+
+    names = ("out", "lse", "dq", "dcontext_k", "dcontext_v")
+    wanted = both("reference")
+    for implementation, options in (("xla", {}), ("pallas", {"interpret": LATE, "block_sizes": SMALL})):
+        actual = no_race()(both)(implementation, **options) if options else both(implementation)
+        assert np.isneginf(actual["lse"][0, 0]).all() and (actual["out"][0, 0] == 0).all()
+        np.testing.assert_allclose(actual.pop("lse"), wanted["lse"], rtol=0, atol=F32)
+        assert_close(actual, {name: wanted[name] for name in actual}, F32)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
