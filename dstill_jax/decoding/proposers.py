@@ -78,10 +78,16 @@ def _draft_logits(
 
 
 def _denoise(
-    spec: DecodeSpec, weights: Weights, state: DecodeState, tokens: Int[Array, "B 1 K"], slots: Int[Array, "B 1 R"]
+    spec: DecodeSpec, weights: Weights, state: DecodeState, tokens: Int[Array, "B 1 N"], slots: Int[Array, "B 1 R"]
 ) -> Float[Array, "B 1 R D"]:
-    """One drafter pass over the block after the last committed token: what the head reads at some of its slots."""
+    """One drafter pass over the block after the last committed token: what the head reads at some of its slots.
+
+    However few slots are drafted, the drafter sees the whole block that it was trained on, the rest of it masked: without
+    the masks behind them the first slots are guessed worse.
+    """
     assert spec.drafter is not None and weights.drafter is not None
+    rest = spec.drafter.block_size - tokens.shape[-1]
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, rest)), constant_values=spec.drafter.mask_token_id)
     anchor = state.length[:, None] - 1
     positions = (anchor + jnp.arange(tokens.shape[-1]))[:, None]
     x = target_lib.embed(weights.target, tokens)

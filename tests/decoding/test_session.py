@@ -116,6 +116,20 @@ def test_nothing_compiles_after_the_first_request(target, drafter):
     assert sizes() == (warm[0], warm[1] + 1)  # another number of drafted tokens: another round, the same prefill
 
 
+@pytest.mark.parametrize("method", ["dflash", "refine"])
+def test_fewer_drafted_tokens_are_the_first_of_a_whole_block(target, drafter, method):
+    """The drafter was trained on whole blocks: without the masks behind them the first slots are guessed worse."""
+    drafts = {}
+    for width in (2, 4):
+        options = {"passes": 2, "order": "left_to_right"} if method == "refine" else {}
+        session = Session(target, drafter=drafter, method=method, draft_tokens=width, **options, **SHAPE)
+        state = session.start(session.idle(), [0, 1], [Request(i, [3, 1, 4, 1 + i], i) for i in range(2)], 2)
+        drafts[width] = session.spec.proposer.propose(session.spec, session.weights, state)[:2]
+    np.testing.assert_array_equal(drafts[2][:, :1], drafts[4][:, :1])
+    if method == "dflash":
+        np.testing.assert_array_equal(drafts[2], drafts[4][:, :2])
+
+
 def lookup_by_loop(text: list[int], width: int, max_ngram: int) -> list[int]:
     """Copies what followed the latest earlier occurrence of the longest n-gram at the end of `text`."""
     for n in range(min(max_ngram, len(text)), 0, -1):

@@ -1,4 +1,4 @@
-"""The drafter that experiment 004 ships: small, whole, and as good as its card says."""
+"""The drafters that experiment 004 ships: small, whole, and as good as their card says."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,15 @@ from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_drafter, load_target
 from dstill_jax.weights.safetensors_io import open_weights
 
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "004_smollm2_at_scale" / "drafter"
+SHIPPED = Path(__file__).resolve().parents[2] / "experiments" / "004_smollm2_at_scale"
 
 
-def test_the_shipped_weights_are_bfloat16_and_small() -> None:
-    assert {tensor.dtype for tensor in open_weights(FOLDER).tensors.values()} == {"BF16"}
-    assert (FOLDER / "model.safetensors").stat().st_size <= 20e6
-    config = json.loads((FOLDER / "config.json").read_text())
+@pytest.mark.parametrize("name", ["drafter", "drafter_stage1"])
+def test_the_shipped_weights_are_bfloat16_and_small(name: str) -> None:
+    folder = SHIPPED / name
+    assert {tensor.dtype for tensor in open_weights(folder).tensors.values()} == {"BF16"}
+    assert (folder / "model.safetensors").stat().st_size <= 20e6
+    config = json.loads((folder / "config.json").read_text())
     assert (config["block_size"], config["num_target_layers"]) == (8, 30)
 
 
@@ -27,7 +29,9 @@ def test_the_shipped_drafter_is_as_good_as_its_card_says_and_changes_no_token() 
     target = load_target(fetch("smollm2"))
     prompts = render(target, read_prompts("gsm8k", 20))
     options = {"max_new_tokens": 96}
-    drafted = generate(target, prompts, "dflash", load_drafter(str(FOLDER), target), draft_tokens=3, **options)
+    drafted = generate(
+        target, prompts, "dflash", load_drafter(str(SHIPPED / "drafter"), target), draft_tokens=3, **options
+    )
     assert drafted.tokens == generate(target, prompts, **options).tokens
     tau = np.concatenate(drafted.acceptance_lengths).mean()  # committed tokens over rounds, of all prompts
-    assert 2.08 < tau < 2.12, tau  # the card says 2.10
+    assert 2.42 < tau < 2.46, tau  # the card says 2.44
