@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct with ten times the data and steps of the demo: every arm and control, then real decoding.
 
-    python experiments/004_smollm2_at_scale/run.py                 (everything; about a day on two CPU cores)
-    python experiments/004_smollm2_at_scale/run.py --arms a1      (the arms named, after those they start from)
+    python experiments/004_smollm2_at_scale/run.py                 (everything; hours to a day on two CPU cores)
+    python experiments/004_smollm2_at_scale/run.py --arms a1      (trains the arms named only, in this order)
 
-Whatever was stopped goes on where it was; two calls with other arms can run side by side. Training prompts are those rows
-of GSM8K's test file that are not held out, twice more the same with other numbers, and six times spliced from halves of
-two; HumanEval and AIME are never trained on.
+Whatever was stopped goes on where it was; once the answers are there, calls with other arms can run side by side.
+Training prompts are those rows of GSM8K's test file that are not held out, twice more the same with other numbers, and
+six times spliced from halves of two; HumanEval and AIME are never trained on.
 """
 
 import argparse
