@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from grid import STEP_COST, arms, run_config
+from texts import TARGET
 
 from dstill_jax.allocator import keep_freed_memory
 from dstill_jax.runs import RunConfig, run_stage
-from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.load import load_target
 
 _STEPS = 60
@@ -42,8 +42,7 @@ def main() -> None:
     parser.add_argument("--data", default="large", choices=("small", "large"))
     args = parser.parse_args()
     keep_freed_memory()
-    folder = str(fetch("tiny"))
-    target = load_target(folder)
+    target = load_target(str(TARGET))
     for block_size in STEP_COST:
         with tempfile.TemporaryDirectory() as work:
             grid, folders = arms(block_size, args.data), dict.fromkeys(("a1", "s1"), f"{work}/a1/drafter")
@@ -51,7 +50,7 @@ def main() -> None:
             for name in ("a1", "dstill"):
                 arm = dataclasses.replace(grid[name], steps=_STEPS)
                 data = str((args.root / args.data / "train").resolve())
-                config = run_config(arm, block_size, 1, folder, data, f"{work}/{name}", folders)
+                config = run_config(arm, block_size, 1, str(TARGET), data, f"{work}/{name}", folders)
                 found[name] = median_step(config, target)
         plain, second = found["a1"], found["dstill"]
         print(

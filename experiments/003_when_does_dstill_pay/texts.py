@@ -15,9 +15,9 @@ from dstill_jax.data.dataset import ConversationDataset
 from dstill_jax.data.generate import prepare
 from dstill_jax.data.prepare_config import PrepareConfig
 from dstill_jax.data.prompts import PromptSource
-from dstill_jax.weights.embedded import fetch
 from dstill_jax.weights.tiny_corpus import encode_files, prompt_rows, read_corpus
 
+TARGET = Path(__file__).resolve().parent / "target"
 _TAIL, _LONGEST_PERIOD = 32, 16
 SIZES = {
     "small": {"train": (8192, 192), "heldout": (512, 192)},
@@ -33,36 +33,38 @@ def is_loop(tokens: np.ndarray) -> bool:
 
 
 def make_texts(root: Path, size: str) -> str:
-    """Training and held-out data in `root`, with features; returns the target's folder. What is there is kept."""
-    target = fetch("tiny", report=print)
+    """Training and held-out data in `root`, with features; returns the target's folder. What is there is kept.
+
+    The prompts are of the standard library of the Python that runs this, so compare within one version of Python.
+    """
     for split, (number, stride) in SIZES[size].items():
         prompts = root / f"prompts_{split}_all.jsonl"
         if not prompts.exists():
             root.mkdir(parents=True, exist_ok=True)
-            rows = _cut_prompts(target, split == "heldout", number, stride)
+            rows = _cut_prompts(split == "heldout", number, stride)
             prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         everything = root / f"{split}_all"
-        _generate(str(target), prompts, everything, features=False)
+        _generate(prompts, everything, features=False)
         kept = root / f"prompts_{split}.jsonl"
         if not kept.exists():
             kept.write_text("".join(_without_loops(prompts, ConversationDataset(everything))), encoding="utf-8")
-        _generate(str(target), kept, root / split, features=True)
-    return str(target)
+        _generate(kept, root / split, features=True)
+    return str(TARGET)
 
 
-def _cut_prompts(target: Path, held_out: bool, number: int, stride: int) -> list[dict[str, str]]:
+def _cut_prompts(held_out: bool, number: int, stride: int) -> list[dict[str, str]]:
     """Prompts from the files that the target's own prompts come from, closer together than those."""
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     files = read_corpus()[held_out]
     split = "heldout" if held_out else "train"
     names = [file.name for file in files]
     return prompt_rows(tokenizer, names, encode_files(tokenizer, files), f"tiny/{split}", number, 0, stride)
 
 
-def _generate(target: str, prompts: Path, out: Path, *, features: bool) -> None:
+def _generate(prompts: Path, out: Path, *, features: bool) -> None:
     prepare(
         PrepareConfig(
-            target=target,
+            target=str(TARGET),
             source=PromptSource(str(prompts)),
             out=str(out),
             max_prompt_tokens=PROMPT_TOKENS,
