@@ -87,7 +87,7 @@ def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: in
             if label in done:
                 continue
             began = time.perf_counter()
-            rounds = list(_decode(target, drafter, method, options, prompts))
+            rounds = list(decode(target, drafter, method, options, prompts))
             done[label] = {
                 "committed": [sum(r) for r in rounds],
                 "rounds": [len(r) for r in rounds],
@@ -110,7 +110,7 @@ def measure_cell(root: Path, target: Target, arm: Arm, block_size: int, seed: in
             _write(path, done)
 
 
-def _decode(target: Target, drafter, method: str, options: dict, prompts) -> Iterator[list[int]]:
+def decode(target: Target, drafter, method: str, options: dict, prompts) -> Iterator[list[int]]:
     """Acceptance lengths of each prompt; the text must be the stored greedy answer, up to a tie of its likeliest tokens."""
     session = Session(
         target,

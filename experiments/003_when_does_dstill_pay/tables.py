@@ -89,7 +89,7 @@ def _lines(root: Path, size: str, block: int, which: str) -> list[dict[str, Any]
         for label in sorted({label for m in measured.values() for label in m} - {"calibration", "target"}):
             seeds = [seed for seed, m in measured.items() if label in m]
             line = {"arm": name, "about": arm.about, "setting": label, "seeds": seeds, "steps": arm.steps}
-            line["tau"] = _numbers(ratio_interval(*_counts(measured, label, seeds)))
+            line["tau"] = numbers(ratio_interval(*_counts(measured, label, seeds)))
             line["against"] = _changes(everything, name, label)
             if label == "one pass":
                 of_slots = [measured[seed]["calibration"] for seed in seeds if "calibration" in measured[seed]]
@@ -114,13 +114,13 @@ def _changes(everything: dict[str, dict[int, dict[str, Any]]], name: str, label:
             each = [(*_counts(ours, label, [s]), *_counts(theirs, other_label, [s])) for s in seeds]
             key = other if other != name else "own one pass"
             changes[key] = {
-                "change": _numbers(paired_ratio_change(*pair)),
+                "change": numbers(paired_ratio_change(*pair)),
                 "by_seed": [round(paired_ratio_change(*one).value, 2) for one in each],
             }
     return changes
 
 
-def _numbers(interval: Interval) -> list[float]:
+def numbers(interval: Interval) -> list[float]:
     return [round(float(x), 3) for x in (interval.value, interval.low, interval.high)]
 
 

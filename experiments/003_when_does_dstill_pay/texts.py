@@ -94,8 +94,13 @@ def rows_of(dataset: ConversationDataset, which: str) -> range:
 
 def held_out(dataset: ConversationDataset, which: str) -> list[tuple[list[int], list[int]]]:
     """(prompt, greedy answer) of those rows."""
+    return conversations(dataset, rows_of(dataset, which))
+
+
+def conversations(dataset: ConversationDataset, rows: range) -> list[tuple[list[int], list[int]]]:
+    """(prompt, greedy answer) of each row."""
     found = []
-    for row in (dataset[i] for i in rows_of(dataset, which)):
+    for row in (dataset[i] for i in rows):
         start = int(np.argmax(row.loss_mask))
         found.append((row.tokens[:start].tolist(), row.tokens[start:].tolist()))
     return found
