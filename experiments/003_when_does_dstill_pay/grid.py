@@ -57,6 +57,8 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
     auf = dflash_baseline(LossConfig(gamma=gamma, weighting="auf"))
     even = dflash_baseline(LossConfig(gamma=gamma, weighting="uniform"))
     soft = dflash_baseline(LossConfig(gamma=gamma, weighting="auf", auf_residual=0.33))
+    half = TermWeights(data_ce=0.5, target_kl=0.5)
+    of_target = dflash_baseline(LossConfig(half, half, gamma=gamma, weighting="auf"))
     distil = StageTwoConfig(_slotwise(gamma))
     equal = round(then * STEP_COST[block_size])  # plain steps that take as long as stage 2
 
@@ -68,6 +70,7 @@ def arms(block_size: int, size: str) -> dict[str, Arm]:
         "auf": Arm("s1, then AUF at equal steps", auf, then, "s1"),
         "uniform": Arm("auf without its first error: plain, all slots alike", even, then, "s1"),
         "auf_soft": Arm("auf, a third of the weight kept behind the first error", soft, then, "s1"),
+        "auf_target": Arm("auf, half of the loss KL to the target's distribution", of_target, then, "s1"),
         "dstill": Arm("s1, then stage 2: data on slot 1, teacher's KL behind", distil, then, "s1", refined=True),
         "a1_compute": Arm("a1, then plain for the compute of s1 and stage 2", plain, views_steps + equal, "a1"),
         "auf_compute": Arm("a1, then AUF for the compute of s1 and stage 2", auf, views_steps + equal, "a1"),

@@ -16,7 +16,7 @@ from texts import SIZES, count
 
 from dstill_jax.evaluation.stats import Interval, paired_ratio_change, ratio_interval
 
-CONTROLS = ("a1", "a1c", "auf", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
+CONTROLS = ("a1", "a1c", "auf", "auf_target", "a1_compute", "auf_compute", "a1c_long", "auf_long", "a1_long")
 _SETS = ("choosing", "final")
 _NAME = 8  # letters of a target's fingerprint that name its folder
 
